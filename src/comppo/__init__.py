@@ -1,0 +1,1 @@
+"""Computation-conditioned credit transport for LLM reinforcement learning."""
