@@ -1,0 +1,45 @@
+# Each target sets up its own virtual environment in $(VENV) if there is none.
+VENV ?= .venv
+PYTHON ?= python3
+# The tested release; asked for by itself first, so that what the machine offers for it (a CPU build, say) is taken.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint typecheck pytest benchmarks clean
+
+quickstart: $(VENV)/.train
+	$(BIN)/comppo quickstart
+
+test: $(VENV)/.dev lint typecheck pytest
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+
+$(VENV)/.train: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[train]'
+	touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@ $(VENV)/.train
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pydoclint src/comppo
+
+typecheck: $(VENV)/.dev
+	$(BIN)/mypy
+
+# The second run has no run-time shape checks, so that comppo's own shape errors are what is tested.
+pytest: $(VENV)/.dev
+	$(BIN)/python -m pytest
+	COMPPO_UNHOOKED=1 $(BIN)/python -m pytest -m shapes
+
+benchmarks: $(VENV)/.dev
+	$(BIN)/python benchmarks/transport.py
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,255 @@
+"""`CompPOConfig`: TRL's `GRPOConfig` plus what decides which tokens get credit."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from comppo.computation import STATISTICS
+from comppo.critic import CriticConfig
+from comppo.errors import ConfigError
+from comppo.trainers.pipeline import CRITICS, REDISTRIBUTION_WEIGHTS, PipelineConfig
+from comppo.transport import CONTROLS, OPERATORS, GateConfig
+
+SUPPORTED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
+"""TRL's loss types in which one advantage per token has the meaning that it has for one per response."""
+
+
+def _names(given: Any) -> str:
+    return ", ".join(sorted(given))
+
+
+@dataclass
+class CompPOConfig(GRPOConfig):
+    """Every field of TRL's `GRPOConfig`, with the same meaning, and the fields below.
+
+    The defaults are CompPO: attention concentration -> retention gate -> Comp-GAE with a transport-aligned critic.
+    `num_generations=1` is allowed with the operators that use a critic.
+
+    Raises:
+        ConfigError: a field is out of range, unknown, or contradicts another; raised before any model is loaded.
+    """
+
+    operator: str = field(
+        default="comp_gae",
+        metadata={
+            "help": "Transport operator: comp_gae, gae, group_relative (TRL's own credit), redistribute or prefix_tree."
+        },
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount per token, in [0, 1]."})
+    lam: float = field(default=0.95, metadata={"help": "Lambda of GAE for the policy's advantages, in [0, 1]."})
+    critic_lam: float | None = field(
+        default=None, metadata={"help": "Lambda of the critic's targets, in [0, 1]; the policy's lambda if not given."}
+    )
+    length_adaptive_alpha: float | None = field(
+        default=None,
+        metadata={"help": "If given, lambda of a response of n tokens is 1 - 1 / (alpha n) (VAPO); overrides lam."},
+    )
+    whiten_advantages: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whiten advantages over all trained tokens of the generation batch, on all processes. If not "
+            "given: yes with a critic operator, no with a group operator (which TRL's scale_rewards already scales)."
+        },
+    )
+
+    gate_statistic: str = field(
+        default="collision",
+        metadata={"help": "Statistic of the computation that drives the gate, e.g. collision, concentration, maximum."},
+    )
+    gate_layers: str = field(
+        default="middle", metadata={"help": "Layers that are read: middle (third), all, or indices such as 3,4,5."}
+    )
+    gate_sink_tokens: int = field(default=1, metadata={"help": "First keys left out of the statistic."})
+    gate_minimum: float = field(default=0.5, metadata={"help": "Least retention, in gate_unit."})
+    gate_reference: float = field(default=4.0, metadata={"help": "Mean retention over the batch, in gate_unit."})
+    gate_maximum: float = field(default=math.inf, metadata={"help": "Greatest retention, in gate_unit."})
+    gate_unit: str = field(
+        default="response_lengths",
+        metadata={
+            "help": "Unit of the three bounds: credit horizons in response_lengths or tokens, or plain coefficients."
+        },
+    )
+    gate_sharpness: float = field(
+        default=1.0, metadata={"help": "Slope of the gate against the standardised statistic; 0 is a constant gate."}
+    )
+    gate_residualize: str = field(
+        default="log_keys",
+        metadata={"help": "What is regressed out of the statistic within the batch: log_keys, position or none."},
+    )
+    gate_bootstrap: bool = field(default=True, metadata={"help": "Gate the bootstrap value."})
+    gate_trace: bool = field(default=True, metadata={"help": "Gate the trace of later TD errors."})
+    gate_control: str | None = field(
+        default=None,
+        metadata={"help": "Replace the gates by a control: shuffled, position_mean, constant or inverted."},
+    )
+
+    baseline: str = field(
+        default="group_mean",
+        metadata={"help": "Baseline of the group operators: group_mean (GRPO), leave_one_out (RLOO) or none."},
+    )
+    redistribution: str = field(
+        default="improbability",
+        metadata={
+            "help": "Statistic by which group operators spread a response's residual: improbability (1 - p of the "
+            "emitted token), surprisal, entropy, statistic or uniform."
+        },
+    )
+    negative_redistribution: str | None = field(
+        default=None, metadata={"help": "The same for negative residuals; redistribution if not given."}
+    )
+    prefix_prior: float = field(
+        default=1.0, metadata={"help": "Responses' worth of prior on the group mean in the prefix tree, above 0."}
+    )
+
+    critic: str = field(
+        default="tac",
+        metadata={"help": "tac (small head on the actor's computation), standard (a second Transformer) or none."},
+    )
+    critic_features: list[str] = field(
+        default_factory=lambda: list(CriticConfig().features),
+        metadata={"help": "Inputs of the transport-aligned critic."},
+    )
+    critic_hidden_layers: list[int] = field(
+        default_factory=lambda: [-1], metadata={"help": "Actor layers whose hidden states the critic sees."}
+    )
+    critic_hidden_size: int = field(default=32, metadata={"help": "Width of the transport-aligned critic."})
+    critic_learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the critic."})
+    critic_weight_decay: float = field(default=1e-2, metadata={"help": "Weight decay of the critic."})
+    critic_lr_scheduler_type: str = field(
+        default="constant", metadata={"help": "Schedule of the critic's learning rate, by Transformers' names."}
+    )
+    critic_epochs: int = field(default=8, metadata={"help": "Full-batch steps of the critic per generation."})
+    critic_gradient_clip: float = field(default=1.0, metadata={"help": "Norm at which critic gradients are clipped."})
+    reward_minimum: float | None = field(
+        default=None, metadata={"help": "Least reward a response can get; learnt from the rewards seen if not given."}
+    )
+    reward_maximum: float | None = field(
+        default=None, metadata={"help": "Greatest reward a response can get; learnt if not given."}
+    )
+
+    probe_rewards: bool = field(
+        default=True,
+        metadata={"help": "Call each reward function once on two dummy completions before anything expensive."},
+    )
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self.pipeline_config()
+        self.critic_config()
+        alone = self.num_generations == 1
+        if alone:
+            self._stand_in_for_one_generation()
+        super().__post_init__()
+        if alone:
+            self.num_generations = 1
+
+    def _check_choices(self) -> None:
+        choices = {
+            "operator": OPERATORS,
+            "gate_statistic": STATISTICS,
+            "critic": CRITICS,
+            "redistribution": REDISTRIBUTION_WEIGHTS,
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name}={value!r} is unknown: choose one of {_names(allowed)}.")
+        if self.gate_control is not None and self.gate_control not in CONTROLS:
+            raise ConfigError(f"gate_control={self.gate_control!r} is unknown: choose one of {_names(CONTROLS)}.")
+        if self.negative_redistribution not in (None, *REDISTRIBUTION_WEIGHTS):
+            raise ConfigError(
+                f"negative_redistribution={self.negative_redistribution!r} is unknown: choose one of "
+                f"{_names(REDISTRIBUTION_WEIGHTS)}."
+            )
+        if self.loss_type not in SUPPORTED_LOSS_TYPES:
+            raise ConfigError(
+                f"loss_type={self.loss_type!r} does not take one advantage per token: choose one of "
+                f"{', '.join(SUPPORTED_LOSS_TYPES)}. (vespo weights a response by the sign of its single advantage.)"
+            )
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ConfigError(
+                f"multi_objective_aggregation={self.multi_objective_aggregation!r} normalises rewards within groups, "
+                "so values in reward units do not exist: use 'sum_then_normalize', or TRL's GRPOTrainer."
+            )
+
+    def _stand_in_for_one_generation(self) -> None:
+        """Let TRL's checks pass for groups of one: they ask for two because a group baseline needs two.
+
+        The whole generation batch stands in for a group while they run: it divides itself, and every other check stays.
+        """
+        if self.operator not in ("gae", "comp_gae") and self.baseline != "none":
+            raise ConfigError(
+                f"num_generations=1 leaves operator={self.operator!r} without a group to compare with: use "
+                "operator='comp_gae' or 'gae' (a critic needs no group), or at least 2 generations."
+            )
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        batch = self.generation_batch_size or self.per_device_train_batch_size * self.world_size * steps
+        if batch < 2:
+            raise ConfigError(
+                f"num_generations=1 with a generation batch of {batch} response leaves nothing to whiten over: raise "
+                "per_device_train_batch_size or gradient_accumulation_steps."
+            )
+        self.num_generations = batch
+        self.num_generations_eval = self.num_generations_eval or 1
+
+    def gate_config(self) -> GateConfig:
+        """The gate's part of these settings."""
+        return GateConfig(
+            minimum=self.gate_minimum,
+            reference=self.gate_reference,
+            maximum=self.gate_maximum,
+            unit=self.gate_unit,  # type: ignore[arg-type]  # GateConfig checks it
+            sharpness=self.gate_sharpness,
+            residualize=self.gate_residualize,  # type: ignore[arg-type]
+        )
+
+    def critic_config(self) -> CriticConfig:
+        """The critic's part of these settings."""
+        return CriticConfig(
+            hidden_size=self.critic_hidden_size,
+            features=tuple(self.critic_features),
+            learning_rate=self.critic_learning_rate,
+            weight_decay=self.critic_weight_decay,
+            epochs=self.critic_epochs,
+            gradient_clip=self.critic_gradient_clip,
+            reward_min=self.reward_minimum,
+            reward_max=self.reward_maximum,
+        )
+
+    def pipeline_config(self) -> PipelineConfig:
+        """The credit pipeline's part of these settings."""
+        return PipelineConfig(
+            operator=self.operator,
+            gamma=self.gamma,
+            lam=self.lam,
+            critic_lam=self.critic_lam,
+            length_adaptive_alpha=self.length_adaptive_alpha,
+            whiten_advantages=self.whiten_advantages,
+            gate=self.gate_config(),
+            gate_bootstrap=self.gate_bootstrap,
+            gate_trace=self.gate_trace,
+            gate_control=self.gate_control,
+            baseline=self.baseline,
+            scale={True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards),  # type: ignore[call-overload]
+            redistribution=self.redistribution,
+            negative_redistribution=self.negative_redistribution,
+            prefix_prior=self.prefix_prior,
+            seed=self.seed,
+        )
+
+    def gate_layers_read(self) -> str | tuple[int, ...]:
+        """`gate_layers` as the reader takes it.
+
+        Raises:
+            ConfigError: it is neither a name nor a list of indices.
+        """
+        if self.gate_layers in ("middle", "all"):
+            return self.gate_layers
+        try:
+            return tuple(int(index) for index in self.gate_layers.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"gate_layers={self.gate_layers!r} is not understood: use 'middle', 'all' or indices such as '3,4,5'."
+            ) from None

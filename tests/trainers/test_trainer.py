@@ -1,0 +1,268 @@
+"""The trainer as a user meets it: TRL's settings, per-token credit, runs that repeat and resume."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tiny
+
+from comppo.errors import ConfigError, RewardError, RunExistsError, TaskError, UnreadableModelError
+
+
+def test_advantages_are_per_token_and_the_actor_and_critic_learn(tmp_path):
+    run = tiny.trainer(tmp_path)
+    before, critic_before = tiny.weights(run.model), tiny.weights(run.critic)
+    run.train()
+    rollout, _, assignment, batch = run._last
+    assert batch["advantages"].shape == batch["completion_ids"].shape
+    assert assignment.advantages[rollout.mask].std() > 0
+    rows = rollout.mask.sum(1) > 2
+    within = torch.stack([a[m].std() for a, m in zip(assignment.advantages[rows], rollout.mask[rows], strict=True)])
+    assert within.max() > 1e-3, "credit varies within a response"
+    assert (assignment.advantages[~rollout.mask] == 0).all()
+    assert not assignment.advantages.requires_grad
+    assert (tiny.weights(run.model) - before).abs().max() > 0
+    assert (tiny.weights(run.critic) - critic_before).abs().max() > 0
+    for name in ("gate_mean", "gate_std", "retention", "value_mean", "explained_variance", "critic_loss", "unscorable"):
+        assert len(tiny.logged(run, f"comppo/{name}")) == 2, name
+    assert run.sampled_responses == 16
+    assert 0 < run.sampled_tokens <= 160
+
+
+def test_the_mean_gate_is_the_reference(tmp_path):
+    run = tiny.trainer(tmp_path, gate_unit="coefficients", gate_minimum=0.8, gate_reference=0.93, gate_maximum=1.0)
+    run.train()
+    assert tiny.logged(run, "comppo/gate_mean") == pytest.approx([0.93, 0.93], abs=1e-6)
+    assert min(tiny.logged(run, "comppo/gate_std")) > 1e-3
+
+
+def test_the_group_operator_is_trls_grpo_to_the_last_bit(tmp_path):
+    ours = tiny.trainer(tmp_path / "a", operator="group_relative", max_steps=3)
+    theirs = tiny.trainer(tmp_path / "b", cls=GRPOTrainer, config=GRPOConfig, max_steps=3)
+    ours.train()
+    theirs.train()
+    assert torch.equal(tiny.weights(ours.model), tiny.weights(theirs.model))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_generations": 1},
+        {"operator": "gae", "critic": "standard", "critic_epochs": 2},
+        {"critic": "none"},
+        {"operator": "redistribute"},
+        {"operator": "prefix_tree", "negative_redistribution": "surprisal", "whiten_advantages": True},
+        {"gate_control": "shuffled"},
+        {"gate_control": "position_mean"},
+        {"gate_control": "constant"},
+        {"gate_control": "inverted"},
+        {"gate_bootstrap": False, "length_adaptive_alpha": 0.05, "critic_lam": 1.0},
+        {"gate_statistic": "output_entropy", "gate_residualize": "position", "gate_unit": "tokens", "gate_minimum": 2.0},
+        {"gradient_accumulation_steps": 2, "num_iterations": 2, "steps_per_generation": 4, "max_steps": 4},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "mask_truncated_completions": True},
+        {"beta": 0.1, "scale_rewards": "none"},
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+    ],
+    ids=lambda changes: "-".join(f"{k}={v}" for k, v in list(changes.items())[:2]),
+)
+def test_settings_train_to_finite_weights(changes, tmp_path):
+    run = tiny.trainer(tmp_path, **changes)
+    if changes.get("eval_strategy"):
+        run.eval_dataset = tiny.dataset(8)
+    before = tiny.weights(run.model)
+    run.train()
+    after = tiny.weights(run.model)
+    assert after.isfinite().all()
+    assert not torch.equal(before, after)
+
+
+def test_lora_trains_adapters_only_and_saves_as_peft(tmp_path):
+    run = tiny.trainer(tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    frozen = {n: p.detach().clone() for n, p in run.model.named_parameters() if not p.requires_grad}
+    run.train()
+    for name, parameter in run.model.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
+    run.save_model(str(tmp_path / "adapter"))
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert not any("critic" in name for name in names)
+
+
+def test_two_runs_with_one_seed_are_identical_and_another_seed_differs(tmp_path):
+    runs = [tiny.trainer(tmp_path / str(i), max_steps=3, seed=seed) for i, seed in enumerate((5, 5, 6))]
+    results = []
+    for run in runs:
+        run.train()
+        results.append(torch.cat([tiny.weights(run.model), tiny.weights(run.critic)]))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"critic_lr_scheduler_type": "linear", "gate_control": "shuffled", "num_generations": 1}], ids=["plain", "scheduled"]
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, changes):
+    common = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, **changes}
+    whole = tiny.trainer(tmp_path, **common)
+    whole.train()
+    again = tiny.trainer(tmp_path, **common)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(tiny.weights(whole.model), tiny.weights(again.model))
+    assert torch.equal(tiny.weights(whole.critic), tiny.weights(again.critic))
+    assert again.sampled_tokens == whole.sampled_tokens
+    assert tiny.logged(again, "comppo/critic_learning_rate")[-3:] == tiny.logged(whole, "comppo/critic_learning_rate")[-3:]
+
+
+def test_resuming_with_another_critic_is_refused(tmp_path):
+    tiny.trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ConfigError, match="does not fit"):
+        tiny.trainer(tmp_path, max_steps=2, critic_hidden_size=3).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match="written with a critic"):
+        tiny.trainer(tmp_path, max_steps=2, operator="group_relative").train(resume_from_checkpoint=True)
+
+
+def test_a_finished_folder_is_not_overwritten(tmp_path):
+    tiny.trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(RunExistsError, match="already holds checkpoint-1"):
+        tiny.trainer(tmp_path, max_steps=1).train()
+
+
+def test_unscorable_responses_weigh_nothing_and_are_counted(tmp_path):
+    def sometimes(completions, **_):
+        return [None if row % 3 == 0 else float(row % 2) for row in range(len(completions))]
+
+    run = tiny.trainer(tmp_path, reward_funcs=sometimes, max_steps=1)
+    run.train()
+    rollout, _, assignment, _ = run._last
+    assert tiny.logged(run, "comppo/unscorable") == [3.0]
+    assert (~rollout.scorable).sum() == 3
+    assert (assignment.advantages[~rollout.scorable] == 0).all()
+    assert assignment.advantages.isfinite().all()
+
+
+def test_empty_and_one_token_completions_train(tmp_path):
+    def rollout(prompts, trainer):
+        ids = [[], [5], [6, 7, 2], []] * (len(prompts) // 4)
+        return {
+            "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
+            "completion_ids": [list(i) for i in ids],
+            "logprobs": [[-1.0] * len(i) for i in ids],
+        }
+
+    run = tiny.trainer(tmp_path, rollout_func=rollout)
+    run.train()
+    assert tiny.weights(run.model).isfinite().all()
+    assert run._last[3]["completion_mask"].sum(1).tolist() == [1, 1, 3, 1] * 2
+
+
+def test_observations_get_no_credit_but_carry_it(tmp_path):
+    def rollout(prompts, trainer):
+        rows = len(prompts)
+        return {
+            "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
+            "completion_ids": [[5, 6, 7, 8, 2 + row % 3] for row in range(rows)],
+            "logprobs": [[-1.0] * 5] * rows,
+            "env_mask": [[1, 1, 0, 0, 1]] * rows,
+        }
+
+    run = tiny.trainer(tmp_path, rollout_func=rollout, max_steps=1)
+    run.train()
+    assert (run._last[2].advantages[:, 2:4] == 0).all()
+    assert (run._last[2].advantages[:, [0, 1, 4]] != 0).any(0).all()
+
+
+class _NeverLoad:
+    def __getattr__(self, name):
+        raise AssertionError("the model was touched before the input was checked")
+
+
+def _no_answer(completions, **_):
+    return [0.0] * (len(completions) + 1)
+
+
+def _words(completions, **_):
+    return ["good"] * len(completions)
+
+
+def test_bad_rewards_are_named_before_the_model_is_touched(tmp_path):
+    from comppo import CompPOConfig, CompPOTrainer
+
+    for bad in (_no_answer, _words):
+        with pytest.raises(RewardError, match=bad.__name__):
+            CompPOTrainer(
+                "no/such-model",
+                bad,
+                args=CompPOConfig(**tiny.settings(tmp_path, operator="group_relative")),
+                train_dataset=tiny.dataset(),
+            )
+
+
+def test_rewards_that_turn_bad_later_are_named(tmp_path):
+    calls = []
+
+    def tired(completions, **_):
+        calls.append(1)
+        return [0.0] * len(completions) if len(calls) < 2 else ["no"] * len(completions)
+
+    run = tiny.trainer(tmp_path, reward_funcs=tired)
+    with pytest.raises(RewardError, match="tired"):
+        run.train()
+
+
+def test_a_data_set_without_prompts_is_refused(tmp_path):
+    from comppo import CompPOConfig, CompPOTrainer
+
+    with pytest.raises(TaskError, match="no 'prompt'"):
+        CompPOTrainer(
+            "no/such-model",
+            tiny.digit_reward,
+            args=CompPOConfig(**tiny.settings(tmp_path)),
+            train_dataset=tiny.dataset().rename_column("prompt", "question"),
+        )
+
+
+def test_an_unreadable_model_is_refused_before_it_is_loaded(tmp_path):
+    from transformers import MambaConfig
+
+    from comppo import CompPOConfig, CompPOTrainer
+
+    MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(UnreadableModelError, match="layer"):
+        CompPOTrainer(
+            str(tmp_path / "mamba"),
+            tiny.digit_reward,
+            args=CompPOConfig(**tiny.settings(tmp_path / "run")),
+            train_dataset=tiny.dataset(),
+        )
+
+
+def test_trl_arguments_are_refused_with_the_remedy(tmp_path):
+    from comppo import CompPOTrainer
+
+    with pytest.raises(ConfigError, match="CompPOConfig"):
+        CompPOTrainer(
+            "no/such-model",
+            tiny.digit_reward,
+            args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True),
+            train_dataset=tiny.dataset(),
+        )
+
+
+def test_credit_records_tell_one_response_token_by_token(tmp_path):
+    run = tiny.trainer(tmp_path)
+    assert run.credit_records() == []
+    run.train()
+    records = run.credit_records(3)
+    assert len(records) == 3
+    for record in records:
+        length = len(record["tokens"])
+        assert all(len(record[name]) == length for name in ("advantages", "gates", "values", "logps", "trained"))
+    assert records[0]["reward"] >= records[1]["reward"]
+    histogram = run.gate_histogram()
+    assert sum(histogram["counts"]) == int(run._last[0].mask.sum())
