@@ -1,0 +1,93 @@
+"""The names of the files in a run folder, and how files are read and replaced. Standard library only.
+
+`comppo.study.record` writes these files and `comppo.report` reads them; both take names and reader from here, so that a
+report never needs the code that trained.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from comppo.errors import ComppoError
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+CREDIT_FILE = "credit.json"
+GATES_FILE = "gates.json"
+RESULT_FILE = "result.json"
+
+
+class RecordError(ComppoError, ValueError):
+    """A saved run lacks a file or a key, or holds something else there; the message names both and the remedy."""
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, with NaN and infinities read as None.
+
+    Raises:
+        RecordError: the file is missing, unreadable or not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecordError(f"{path} does not exist: pass a folder that a comppo run has written.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path} cannot be read ({error}): restore it from a copy, or run again.") from error
+    try:
+        return json.loads(text, parse_constant=lambda _: None)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RecordError(f"{path} is not JSON ({error}): restore it from a copy, or run again.") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, in the order they were written; NaN and infinities as None.
+
+    A last line that was cut off in the middle (the run was killed while writing) is left out. A file that does not
+    exist holds no rows.
+
+    Raises:
+        RecordError: another line is not a JSON object.
+    """
+    return [row for _, row in numbered_metrics(path)]
+
+
+def numbered_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """`read_metrics` with the number of each line, counted from 1.
+
+    Raises:
+        RecordError: a line other than a torn last one is not a JSON object.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().split(b"\n")
+    last = len(lines) - 1
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            if index == last:  # no newline behind it: the write was cut off
+                return
+            raise RecordError(f"{path}, line {index + 1}, is not JSON ({error}): remove or mend that line.") from error
+        if not isinstance(row, dict):
+            if index == last:  # "12" may be what is left of no object at all
+                return
+            raise RecordError(f"{path}, line {index + 1}, is {row!r}: every line must be one JSON object.")
+        yield index + 1, row
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `path` as a whole or not at all: readers see the old file or the new one, never a part of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,133 @@
+"""Writing down what a run did, so that a report or a study needs nothing but its folder. Standard library only.
+
+A run folder holds `run.json` (what was run), `metrics.jsonl` (one object a step), and, where the run has them,
+`credit.json` (responses with their credit per token), `gates.json` (a histogram of the gates) and, last of all,
+`result.json`: its presence says that the run came to its end.
+"""
+
+import dataclasses
+import enum
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comppo.errors import ConfigError, RunExistsError
+from comppo.report.runfiles import METRICS_FILE, RESULT_FILE, RUN_FILE, read_metrics, write_atomically
+
+__all__ = ["RunRecorder", "read_metrics", "versions"]
+
+RECORDED_PACKAGES = ("torch", "transformers", "trl", "comppo")
+
+
+def versions(packages: Sequence[str] = RECORDED_PACKAGES) -> dict[str, str | None]:
+    """Version of Python and of each installed package, without importing any; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def plain(value: Any) -> Any:
+    """`value` as what JSON can hold: NaN and infinities become None, tensors and arrays become numbers or lists.
+
+    Raises:
+        ConfigError: there is no plain form for a value's type.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value if not isinstance(value, enum.Enum) else plain(value.value)
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return [plain(item) for item in sorted(value, key=repr)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(getattr(value, "tolist", None)):  # torch tensors, numpy arrays and scalars, none of them imported here
+        return plain(value.tolist())
+    raise ConfigError(
+        f"{value!r} of type {type(value).__name__} cannot be recorded: pass numbers, text, lists or dicts."
+    )
+
+
+class RunRecorder:
+    """Writes one run folder. Nothing that another run wrote is ever overwritten.
+
+    Args:
+        folder: created with its parents where it does not exist.
+
+    Raises:
+        RunExistsError: the folder already holds the records of a run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (RUN_FILE, METRICS_FILE, RESULT_FILE):
+            if (self.folder / name).exists():
+                raise RunExistsError(
+                    f"{self.folder} already holds {name} of an earlier run: choose another folder, or move it away."
+                )
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add one line to `metrics.jsonl` and hand it to the operating system at once.
+
+        Args:
+            row: `step` (int) and any numbers; NaN and infinities are written as null.
+
+        Raises:
+            ConfigError: `step` is missing or not an integer, or a value has no plain form.
+        """
+        record = plain(row)
+        step = record.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ConfigError(f"metrics need an integer 'step', got {step!r}: pass {{'step': trainer.step, ...}}.")
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with (self.folder / METRICS_FILE).open("a", encoding="utf-8") as stream:
+            stream.write(line)
+
+    def write_json(self, name: str, content: Any) -> Path:
+        """Write a JSON file into the folder, atomically; a file of this run may be written again.
+
+        Args:
+            name: such as "run.json", without a path.
+            content: anything `plain` accepts.
+
+        Raises:
+            ConfigError: the name is a path or does not end in .json, or a value has no plain form.
+        """
+        if Path(name).name != name or not name.endswith(".json") or name.startswith("."):
+            raise ConfigError(f"name={name!r}: pass a file name that ends in .json, without a path.")
+        path = self.folder / name
+        # Escaped to ASCII: a token may be half a character, which UTF-8 cannot hold.
+        write_atomically(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+        return path
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json`, the last file of a run, with `status` set to "finished".
+
+        Raises:
+            RunExistsError: the run was finished before.
+            ConfigError: a value has no plain form.
+        """
+        if (self.folder / RESULT_FILE).exists():
+            raise RunExistsError(
+                f"{self.folder / RESULT_FILE} exists: a run is finished once. Record a new run elsewhere."
+            )
+        self.write_json(RESULT_FILE, {**result, "status": "finished"})
