@@ -1,0 +1,26 @@
+"""Base models that come with the package."""
+
+from pathlib import Path
+
+from comppo.errors import TaskError
+
+BUNDLED = {"chain": Path(__file__).parent / "bundled" / "chain"}
+"""Folders of the bundled base models, by task."""
+
+
+def resolve_model(name: str) -> str:
+    """The folder of a bundled base model for "bundled" or "bundled:chain"; any other name as it is.
+
+    Raises:
+        TaskError: "bundled:" with an unknown name.
+    """
+    if name == "bundled":
+        name = "bundled:chain"
+    if not name.startswith("bundled:"):
+        return name
+    folder = BUNDLED.get(name.removeprefix("bundled:"))
+    if folder is None:
+        raise TaskError(
+            f"model {name!r} is unknown: bundled models are {', '.join(f'bundled:{key}' for key in BUNDLED)}."
+        )
+    return str(folder)
