@@ -1,0 +1,214 @@
+"""Which layers of a model can be read, decided from its classes alone, so before any weight is loaded."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from comppo.errors import ConfigError, UnreadableModelError
+
+Layers = str | Sequence[int]
+"""Which layers: "middle" (middle third of the readable ones), "all" of these, or `layer_idx` numbers (perhaps none)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelMap:
+    """Where the parts of a causal language model are, whatever wraps it."""
+
+    decoder: nn.Module
+    """The innermost Transformers model that holds the layers: its output is what feeds the output head."""
+    layers: nn.ModuleList
+    """The decoder layers, in order."""
+    attention: dict[int, nn.Module]
+    """Readable attention modules by `layer_idx`: those that go through the attention registry."""
+    why_not: dict[int, str] = field(default_factory=dict)
+    """For each other layer, why it cannot be read."""
+
+
+def readable_layers(model_or_config: Any) -> list[int]:
+    """The `layer_idx` of every layer whose attention can be read, ascending; empty where there is none.
+
+    Args:
+        model_or_config: a model (wrapped by PEFT or DDP or not), or a Transformers configuration; for the latter no
+            weights are made.
+
+    Raises:
+        UnreadableModelError: it is not a causal language model that Transformers itself implements.
+    """
+    return sorted(map_model(as_model(model_or_config)).attention)
+
+
+def require_readable(config_or_model: Any, *, layers: Layers = "middle") -> tuple[int, ...]:
+    """Check, before weights are loaded, that `layers` can be read.
+
+    Args:
+        config_or_model: as in `readable_layers`.
+        layers: "middle", "all" or a sequence of `layer_idx`.
+
+    Returns:
+        The layers that will be read, ascending.
+
+    Raises:
+        ConfigError: `layers` is neither a known name nor a sequence of integers.
+        UnreadableModelError: a layer cannot be read; the message names the layers, the reason and a remedy.
+    """
+    model = as_model(config_or_model)
+    config = getattr(config_or_model, "config", config_or_model)
+    check_implementation(getattr(config, "_attn_implementation", None))
+    return choose_layers(map_model(model), layers)
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raise UnreadableModelError where an attention implementation hides its masks."""
+    if implementation is not None and ("flex" in implementation or "paged" in implementation):
+        raise UnreadableModelError(
+            f"attn_implementation={implementation!r} cannot be read: its masks exist only inside its kernel. "
+            'Load the model with attn_implementation="sdpa".'
+        )
+
+
+def as_model(model_or_config: Any) -> nn.Module:
+    """The model itself, or one on the meta device (no memory, no weights) made from a configuration."""
+    if isinstance(model_or_config, nn.Module):
+        return model_or_config
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model_or_config)
+    try:
+        with torch.device("meta"):
+            # Eager is available everywhere, and a model's classes do not depend on the choice.
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+                config, trust_remote_code=False, attn_implementation="eager"
+            )
+    except (ValueError, OSError) as error:
+        raise UnreadableModelError(
+            f"{type(model_or_config).__name__} is not a causal language model that Transformers implements: {error}"
+        ) from error
+
+
+def map_model(model: nn.Module) -> ModelMap:
+    """Find decoder, layers and readable attention modules of `model`.
+
+    Raises:
+        UnreadableModelError: there is no stack of decoder layers in it.
+    """
+    outer = _outermost(model)
+    layers = _layer_list(outer)
+    decoder = _innermost_owner(outer, layers)
+    attention: dict[int, nn.Module] = {}
+    why_not: dict[int, str] = {}
+    for position, layer in enumerate(layers):
+        found = [m for m in layer.modules() if _is_readable(m)]
+        indices = {int(getattr(m, "layer_idx", position)) for m in found}
+        if len(found) > 1:
+            why_not[position] = f"{len(found)} self-attention modules in one layer"
+        elif found and (found[0] in attention.values() or min(indices) < 0):
+            why_not[position] = f"{type(found[0]).__name__} is shared between layers"
+        elif found:
+            attention.setdefault(indices.pop(), found[0])
+        else:
+            why_not[position] = _reason(layer)
+    return ModelMap(decoder=decoder, layers=layers, attention=attention, why_not=why_not)
+
+
+def choose_layers(found: ModelMap, layers: Layers) -> tuple[int, ...]:
+    """Turn the user's choice into ascending `layer_idx`; errors as in `require_readable`."""
+    readable = sorted(found.attention)
+    if isinstance(layers, str):
+        if layers not in ("middle", "all"):
+            raise ConfigError(f'layers={layers!r} is unknown: pass "middle", "all" or a sequence of layer numbers.')
+        if not readable:
+            raise UnreadableModelError(f"No layer can be read: {_explain(found, found.why_not)}.{_REMEDY}")
+        third = len(readable) // 3
+        return tuple(readable if layers == "all" else readable[third : len(readable) - third])
+    chosen = sorted(set(layers))
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in chosen):
+        raise ConfigError(f"layers={layers!r}: layer numbers are integers.")
+    missing = [i for i in chosen if i not in found.attention]
+    if missing:
+        raise UnreadableModelError(
+            f"layers {missing} cannot be read: {_explain(found, missing)}. Readable layers: {readable or 'none'}."
+            + ("" if readable else _REMEDY)
+        )
+    return tuple(chosen)
+
+
+_REMEDY = (
+    " Use a model whose attention goes through Transformers' attention registry (Llama, Qwen, Gemma, Mistral, Phi, "
+    'OLMo, GPT-2 and most later ones), or layers=() with a statistic that needs no attention ("output_entropy", '
+    '"hidden_change").'
+)
+
+
+def _explain(found: ModelMap, layers: Sequence[int] | dict[int, str]) -> str:
+    by_reason: dict[str, list[int]] = {}
+    for i in layers:
+        by_reason.setdefault(found.why_not.get(i, f"the model has layers 0 to {len(found.layers) - 1}"), []).append(i)
+    return "; ".join(f"layers {numbers}: {reason}" for reason, numbers in by_reason.items())
+
+
+def _reason(layer: nn.Module) -> str:
+    classes = sorted({type(m).__name__ for m in layer.modules() if "attention" in type(m).__name__.lower()})
+    if classes:
+        return f"{', '.join(classes)} bypasses Transformers' attention registry"
+    return f"{type(layer).__name__} has no softmax attention"
+
+
+def _is_readable(module: nn.Module) -> bool:
+    """Whether a method of the module's class looks functions up in the attention registry: a fact of its code."""
+    if getattr(module, "is_cross_attention", False) is True:
+        return False
+    from transformers.modeling_utils import AttentionInterface
+
+    for cls in type(module).__mro__:
+        if cls is nn.Module:
+            return False
+        method = inspect.unwrap(vars(cls)["forward"]) if "forward" in vars(cls) else None
+        if method is not None:
+            scope = getattr(method, "__globals__", {})
+            names = _names(method.__code__) if hasattr(method, "__code__") else iter(())
+            return any(isinstance(scope.get(name), AttentionInterface) for name in names)
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _outermost(model: nn.Module) -> Any:
+    """The Transformers model inside wrappers such as PEFT's and DDP's."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise UnreadableModelError(
+        f"{type(model).__name__} holds no Transformers model: pass one, wrapped by PEFT or DDP or not."
+    )
+
+
+def _layer_list(outer: Any) -> nn.ModuleList:
+    """The stack of decoder layers: the first list as long as the (text) configuration says."""
+    config = outer.config
+    text = config.get_text_config(decoder=True)
+    number = getattr(text, "num_hidden_layers", None)
+    root = outer.get_decoder() if hasattr(outer, "get_decoder") else outer
+    for module in (*root.modules(), *outer.modules()):
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return module
+    raise UnreadableModelError(f"{type(outer).__name__} has no list of {number} decoder layers.")
+
+
+def _innermost_owner(outer: nn.Module, layers: nn.ModuleList) -> Any:
+    from transformers import PreTrainedModel
+
+    owners = [m for m in outer.modules() if isinstance(m, PreTrainedModel) and any(c is layers for c in m.modules())]
+    return min(owners, key=lambda m: sum(1 for _ in m.modules()))

@@ -1,0 +1,182 @@
+"""Streaming reductions against the whole matrix in float64, closed forms, and awkward shapes."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import comppo.computation.statistics as statistics_module
+from comppo.computation import attention_statistics, concentration
+from comppo.errors import EvidenceError
+
+FIELDS = ("entropy", "collision", "maximum")
+
+
+def whole_matrix(query, key, *, scale, keep, softcap=None, bias=0.0, sink_end=None, s_aux=None):
+    """The same statistics from materialised probabilities, in float64."""
+    query, key = query.double(), key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias).masked_fill(~keep, -torch.inf)
+    keys = torch.arange(key.shape[2])
+    is_sink = (
+        torch.zeros(query.shape[0], key.shape[2], dtype=torch.bool) if sink_end is None else keys < sink_end[:, None]
+    )
+    is_sink = is_sink[:, None, None]
+
+    def reduce(s):
+        p = s.softmax(-1).nan_to_num(0.0)
+        return {"entropy": -torch.xlogy(p, p).sum(-1), "collision": p.square().sum(-1), "maximum": p.amax(-1)}
+
+    result = reduce(scores) | {f"rest_{k}": v for k, v in reduce(scores.masked_fill(is_sink, -torch.inf)).items()}
+    learned = torch.full((query.shape[1],), -torch.inf) if s_aux is None else s_aux
+    with_learned = torch.cat([scores, learned.double()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    everything = with_learned.softmax(-1).nan_to_num(0.0)
+    mass = (everything[..., :-1] * is_sink).sum(-1) + everything[..., -1]
+    result["sink_mass"] = torch.where(keep.expand_as(scores).any(-1), mass, 0.0)
+    result["visible_keys"] = keep.expand_as(scores).sum(-1)
+    result["rest_visible_keys"] = (keep & ~is_sink).expand_as(scores).sum(-1)
+    return result
+
+
+def assert_same(got, want, rows=slice(None), atol=2e-6):
+    for name, values in want.items():
+        torch.testing.assert_close(
+            getattr(got, name).double(),
+            values[..., rows].double(),
+            rtol=0,
+            atol=atol,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_streaming_equals_the_whole_matrix(data):
+    """Any shape, block size, mask kind, window, softcap, sinks, learned sink; rows without keys included."""
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    n_rows, kv_heads, group, keys = (draw(st.integers(1, n)) for n in (3, 3, 3, 33))
+    queries = draw(st.integers(1, keys))
+    query, key = torch.randn(n_rows, kv_heads * group, queries, 5) * 3, torch.randn(n_rows, kv_heads, keys, 5)
+    causal = draw(st.booleans())
+    window = draw(st.none() | st.integers(1, 9)) if causal else None
+    positions, columns = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
+    keep = torch.ones(queries, keys, dtype=torch.bool)[None, None]
+    if causal:
+        keep = keep & (columns <= positions) & (columns > positions - (window or keys + 1))
+    mask, bias = None, 0.0
+    kind = draw(st.sampled_from(["none", "bool", "float"]))
+    if kind != "none":
+        heads = draw(st.sampled_from([1, kv_heads * group]))
+        mask = torch.rand(draw(st.sampled_from([1, n_rows])), heads, queries, keys) < 0.7
+        keep = keep & mask
+    if kind == "float":
+        bias = torch.randn(mask.shape)
+        mask = bias.masked_fill(~mask, torch.finfo(torch.float32).min)
+    options = {
+        "scale": 0.7,
+        "softcap": draw(st.none() | st.just(2.0)),
+        "sink_end": draw(st.none() | st.just(torch.randint(0, keys + 1, (n_rows,)))),
+        "s_aux": draw(st.none() | st.just(torch.randn(kv_heads * group))),
+    }
+    start = draw(st.integers(0, queries))
+    rows = slice(start, draw(st.integers(start, queries)))
+    got = attention_statistics(
+        query,
+        key,
+        mask=mask,
+        causal=causal,
+        window=window,
+        rows=rows,
+        block_queries=draw(st.integers(1, 40)),
+        block_keys=draw(st.integers(1, 40)),
+        **options,
+    )
+    want = whole_matrix(query, key, keep=keep.expand(n_rows, -1, -1, -1), bias=bias, **options)
+    assert_same(got, want, rows, atol=5e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 63, 600])
+def test_equal_scores_spread_evenly(tokens):
+    """Zero queries: row i sees i + 1 keys with p = 1 / (i + 1); the sink holds one share of them."""
+    key = torch.randn(1, 1, tokens, 4, dtype=torch.float64)
+    got = attention_statistics(torch.zeros_like(key), key, scale=1.0, sink_end=torch.tensor([1]))
+    n = torch.arange(1, tokens + 1, dtype=torch.float64)[None, None]
+    torch.testing.assert_close(got.entropy, n.log(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(got.collision, 1 / n, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.maximum, 1 / n, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.sink_mass, 1 / n, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.rest_collision[..., 1:], 1 / (n[..., 1:] - 1), rtol=1e-12, atol=0)
+    assert torch.equal(concentration(got), torch.zeros_like(n)) or concentration(got).max() < 1e-12
+
+
+def test_two_keys_in_closed_form():
+    """Scores 0 and x: p = sigmoid(-x), sigmoid(x)."""
+    x = torch.linspace(-30, 30, 13, dtype=torch.float64)
+    query, key = x.view(13, 1, 1, 1), torch.tensor([0.0, 1.0], dtype=torch.float64).view(1, 1, 2, 1).expand(13, 1, 2, 1)
+    got = attention_statistics(query, key, scale=1.0, causal=False, block_keys=1)
+    p, q = torch.sigmoid(x), torch.sigmoid(-x)
+    torch.testing.assert_close(got.collision[:, 0, 0], p**2 + q**2, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.maximum[:, 0, 0], torch.maximum(p, q), rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.entropy[:, 0, 0], -torch.xlogy(p, p) - torch.xlogy(q, q), rtol=1e-9, atol=1e-12)
+
+
+def test_a_sink_that_holds_all_but_1e_8_of_the_mass_does_not_cancel():
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 2, 40, 8), torch.randn(1, 1, 40, 8)
+    bias = torch.zeros(1, 1, 40, 40).masked_fill_(~torch.ones(40, 40).tril().bool(), torch.finfo(torch.float32).min)
+    bias[..., 0] += 22.0
+    options = {"scale": 0.3, "sink_end": torch.tensor([1])}
+    got = attention_statistics(query, key, mask=bias, causal=False, block_keys=16, **options)
+    want = whole_matrix(query, key, keep=torch.ones(40, 40).tril().bool()[None, None], bias=bias, **options)
+    assert got.sink_mass.min() > 1 - 1e-6
+    assert_same(got, want, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_are_summed_in_float32_under_autocast_too(dtype):
+    torch.manual_seed(0)
+    query, key = (torch.randn(2, 2, 50, 16) * 2).to(dtype), torch.randn(2, 1, 50, 16).to(dtype)
+    keep = torch.ones(50, 50).tril().bool()[None, None].expand(2, -1, -1, -1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attention_statistics(query, key, scale=0.5)
+    assert got.entropy.dtype == torch.float32
+    assert_same(got, whole_matrix(query, key, scale=0.5, keep=keep), atol=5e-6)
+
+
+def test_rows_without_keys_are_zero():
+    mask = torch.ones(1, 1, 4, 4).tril().bool()
+    mask[..., 0] = False
+    got = attention_statistics(torch.randn(1, 1, 4, 3), torch.randn(1, 1, 4, 3), scale=1.0, mask=mask, causal=False)
+    for name in got.__slots__:
+        assert getattr(got, name)[0, 0, 0] == 0 and getattr(got, name).isfinite().all()
+
+
+def test_scratch_is_a_block_not_a_matrix(monkeypatch):
+    """No product ever has more scores than one block."""
+    sizes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape[0] * a.shape[1] * b.shape[2]) or bmm(a, b))
+    attention_statistics(torch.randn(1, 4, 3000, 4), torch.randn(1, 2, 3000, 4), scale=1.0)
+    assert len(sizes) > 10 and max(sizes) <= statistics_module.SCRATCH_SCORES
+
+
+@pytest.mark.shapes
+@pytest.mark.skipif(not os.environ.get("COMPPO_UNHOOKED"), reason="jaxtyping's own error comes first")
+@pytest.mark.parametrize(
+    ("query", "key", "options", "match"),
+    [
+        ((1, 2, 3, 4), (2, 2, 3, 4), {}, "do not fit"),
+        ((1, 3, 3, 4), (1, 2, 3, 4), {}, "cannot share"),
+        ((1, 2, 3, 4), (1, 2, 3, 4), {"mask": torch.ones(1, 1, 3, 5).bool()}, "does not broadcast"),
+        ((1, 2, 3, 4), (1, 2, 3, 4), {"rows": slice(0, 3, 2)}, "contiguous"),
+        ((1, 2, 3, 4), (1, 2, 3, 4), {"causal": False, "window": 2}, "needs causal"),
+    ],
+)
+def test_shape_errors_name_the_argument(query, key, options, match):
+    with pytest.raises(EvidenceError, match=match):
+        attention_statistics(torch.zeros(query), torch.zeros(key), scale=1.0, **options)
