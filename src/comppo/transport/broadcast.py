@@ -87,7 +87,7 @@ def _deviation(rewards: Tensor, dim: int) -> Tensor:
     """Standard deviation (n - 1) of what is not NaN; NaN for fewer than two, 0 for a batch of a single row."""
     if rewards.numel() == 1:
         return torch.zeros_like(rewards)
-    count = (~rewards.isnan()).sum(dim=dim, keepdim=True)
+    count = (~rewards.isnan()).sum(dim=dim, keepdim=True).to(rewards.dtype)
     squares = (rewards - rewards.nanmean(dim=dim, keepdim=True)).square()
     correction = torch.where(count > 1, count / (count - 1), torch.nan)
     return (squares.nanmean(dim=dim, keepdim=True) * correction).sqrt()

@@ -42,7 +42,7 @@ class GateConfig:
     maximum: float = math.inf
     """Greatest share. Horizon up to infinity (nothing is lost), or coefficient in [reference, 1]."""
     sharpness: float = 1.0
-    """Slope: gates follow sigmoid(sharpness * z + offset). Unitless; 0 is a constant gate, below 0 the other direction."""
+    """Slope of sigmoid(sharpness * z + offset). Unitless; 0 is a constant gate, below 0 turns the direction."""
     residualize: Residualize = "log_keys"
     """What is removed from the statistic by least squares: the log of the number of visible keys ("log_keys"), the
     "position" in the response, or "none"."""
@@ -149,7 +149,7 @@ def gate_from_statistic(
         1 at masked slots. In float64 the mean is met to 1e-9; float32 adds its rounding.
 
     Raises:
-        EvidenceError: shapes differ, the statistic is not finite at unmasked tokens, visible_keys is missing or below 1.
+        EvidenceError: shapes differ, the statistic is not finite at unmasked tokens, or visible_keys is unusable.
 
     Source:
         Ours, after the abstract of arXiv:2608.21501: DESIGN.md, sec. 2.

@@ -83,7 +83,7 @@ def prefix_values(
 def _shared_lengths(completion_ids: Tensor, mask: Tensor, num_generations: int) -> Tensor:
     """How many unmasked tokens rows i and j of a group have in common from the start: (groups, i, j)."""
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)  # unmasked tokens first, in their order
-    groups = (-1, num_generations, mask.shape[1])
+    groups = (mask.shape[0] // num_generations, num_generations, mask.shape[1])
     ids, kept = completion_ids.gather(1, order).view(groups), mask.gather(1, order).view(groups)
     columns = []
     for j in range(num_generations):  # one column of pairs at a time: memory stays that of the ids

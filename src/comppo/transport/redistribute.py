@@ -67,7 +67,7 @@ def token_shares(residuals: Tensor, weights: Tensor | None, mask: Tensor, negati
     """Share of each token in its row's residual: sums to 1 over the row's unmasked tokens, 0 at masked slots."""
     chosen = signed_weights(residuals, weights, mask, negative_weights)
     totals = chosen.sum(1, keepdim=True)
-    chosen = torch.where(totals > 0, chosen / totals, mask / mask.sum(1, keepdim=True).clamp(min=1))
+    chosen = torch.where(totals > 0, chosen / totals, mask.to(chosen.dtype) / mask.sum(1, keepdim=True).clamp(min=1))
     return torch.where(mask, chosen, 0)
 
 
