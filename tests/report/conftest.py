@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def write_run(folder: Path, name: str, title: str, *, seed: int = 0, steps: int 
         if gated:
             row |= {"comppo/gate_mean": 0.96 + draw.gauss(0, 0.001), "comppo/gate_std": 0.02 + draw.gauss(0, 0.002)}
             row["comppo/explained_variance"] = 0.55 * (1 - math.exp(-step / 25)) - 0.2 * math.exp(-step / 4)
+            row["comppo/retention"] = 0.05 + draw.gauss(0, 0.004)
             row["comppo/critic_loss"] = (
                 math.nan if step == 1 else 0.05 + 0.2 * math.exp(-step / 15) * draw.uniform(0.8, 1.2)
             )
@@ -91,7 +93,8 @@ def write_run(folder: Path, name: str, title: str, *, seed: int = 0, steps: int 
         counts = [round(4000 * math.exp(-(((i - 25) / 8) ** 2) / 2)) for i in range(40)]
         run.write_json(
             "gates.json",
-            {"edges": edges, "counts": counts, "minimum": 0.9, "maximum": 1.0, "reference": 0.96, "mean": 0.9601},
+            {"edges": edges, "counts": counts, "minimum": 0.9003, "maximum": 0.9991, "mean": 0.9601}
+            | {"lower_bound": 0.9, "upper_bound": 1.0, "reference": 0.96},
         )
     after = row["eval_accuracy"]
     result = {"accuracy_before": 0.185, "accuracy_after": after, "eval_count": 200, "responses": 7680}
@@ -101,9 +104,20 @@ def write_run(folder: Path, name: str, title: str, *, seed: int = 0, steps: int 
     return folder
 
 
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory) -> list[Path]:
+    """The pair, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return [write_run(folder / "comppo", "comppo", "CompPO"), write_run(folder / "grpo", "grpo", "GRPO")]
+
+
 @pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
-    return [
-        write_run(tmp_path / "comppo", "comppo", "CompPO"),
-        write_run(tmp_path / "grpo", "grpo", "GRPO"),
-    ]
+def pair(recorded, tmp_path: Path) -> list[Path]:
+    """A copy of the pair, to be changed."""
+    return [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in recorded]
+
+
+@pytest.fixture
+def make_run():
+    """`write_run`, for tests that need other runs than the pair."""
+    return write_run

@@ -14,6 +14,7 @@ ARM_LINES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (2, 1.4)), "-.")
 ARM_MARKERS = ("o", "s", "^", "D", "v")
 TABLE_ROWS = 40
 MISSING = "—"
+MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

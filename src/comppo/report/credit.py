@@ -171,7 +171,7 @@ def _note(response: Response) -> str:
 
 def _gate_bounds(run: Run) -> tuple[float, float]:
     if run.gates:
-        return run.gates.minimum, run.gates.maximum
+        return run.gates.span
     seen = [gate for response in run.responses for gate in response.gates or () if gate is not None]
     return (min(seen), max(seen)) if seen else (0.0, 1.0)
 

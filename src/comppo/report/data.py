@@ -22,7 +22,10 @@ from comppo.report.runfiles import (
     numbered_metrics,
     read_json,
 )
+from comppo.report.visible import harmless
 
+LABEL_LENGTH = 24
+"""Characters that fit beside a curve; a longer title is shown once, in the table."""
 Series = tuple[float | None, ...]
 """One number per token or step; None where it was not a number."""
 
@@ -58,12 +61,22 @@ class GateHistogram:
     """One more than counts, increasing, unitless."""
     counts: tuple[float, ...]
     minimum: float
-    """Lower bound of the gate."""
+    """Least gate that occurred."""
     maximum: float
-    """Upper bound of the gate."""
-    reference: float | None
+    """Greatest gate that occurred."""
+    lower_bound: float | None = None
+    """Least gate that the settings allow, where it is one number for all responses."""
+    upper_bound: float | None = None
+    """Greatest gate that the settings allow."""
+    reference: float | None = None
     """The fixed coefficient that the mean was calibrated to."""
-    mean: float | None
+    mean: float | None = None
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The bounds where they are known, otherwise what occurred."""
+        low, high = self.lower_bound, self.upper_bound
+        return (self.minimum if low is None else low, self.maximum if high is None else high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,13 +117,13 @@ class Run:
     result: Result | None = None
 
     def series(self, *names: str) -> list[tuple[int, float]]:
-        """(step, number) pairs of the first of `names` that was recorded, with or without a prefix like "comppo/"."""
+        """(step, number) pairs of the first of `names` that was recorded, as such or under "comppo/"."""
         for name in names:
             points = [
                 (row["step"], float(value))
                 for row in self.metrics
                 for key, value in row.items()
-                if (key == name or key.endswith(f"/{name}")) and value is not None
+                if (key in (name, f"comppo/{name}")) and value is not None
             ]
             if points:
                 return sorted(dict(points).items())  # a step that was logged twice counts as last logged
@@ -149,7 +162,10 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    labels = [run.title if len(run.title) <= 24 else run.name for run in runs]
+    labels = []
+    for run in runs:
+        label = harmless(run.title if len(run.title) <= LABEL_LENGTH else run.name)
+        labels.append(label if len(label) <= LABEL_LENGTH else f"{label[: LABEL_LENGTH - 1]}…")
     for suffix in (lambda run, _: f"seed {run.seed}", lambda _, index: f"run {index + 1}"):
         crowded = {label for label in labels if labels.count(label) > 1}
         labels = [
@@ -253,6 +269,8 @@ def _load_gates(path: Path) -> GateHistogram | None:
         counts=counted,
         minimum=lower,
         maximum=upper,
+        lower_bound=record.number("lower_bound"),
+        upper_bound=record.number("upper_bound"),
         reference=record.number("reference"),
         mean=record.number("mean"),
     )

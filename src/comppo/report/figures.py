@@ -6,8 +6,8 @@ matplotlib is imported when something is drawn.
 from collections.abc import Sequence
 from typing import Any
 
-from comppo.report.chart import ARM_MARKERS, Chart, arm_colour, finish_axes, line_style, thinned_table
-from comppo.report.data import Run, wilson_interval
+from comppo.report.chart import ARM_MARKERS, MINUS, Chart, arm_colour, finish_axes, line_style, thinned_table
+from comppo.report.data import GateHistogram, Run, wilson_interval
 from comppo.report.svg import INK, RULE, STYLE, new_axes, to_svg
 
 FEW_POINTS = 12
@@ -169,29 +169,31 @@ def _gate_chart(run: Run, index: int) -> Chart:
             axes.bar(low + gap / 2, share, width=high - low - gap, align="edge", color=arm_colour(index), gid=gid)
         top = max(shares) * 1.22
         axes.set_ylim(0, top)
-        axes.set_xlim(*_padded([*gates.edges, gates.minimum, gates.maximum, *_known(gates.reference)]))
-        marks: list[tuple[str, float, Any, str]] = [
-            ("lower bound", gates.minimum, "-", "left"),
-            ("upper bound", gates.maximum, "-", "right"),
-        ]
-        if gates.reference is not None:
-            side = "right" if gates.reference > (gates.minimum + gates.maximum) / 2 else "left"
-            marks.append(("reference", gates.reference, (0, (4, 2)), side))
-        _mark_gates(axes, marks, top)
+        axes.set_xlim(*_padded([*gates.edges, *gates.span, *_known(gates.reference)]))
+        axes.ticklabel_format(axis="x", useOffset=False)
+        _mark_gates(axes, gates, top)
         axes.set_xlabel("gate: share of later credit kept (unitless)")
         axes.set_ylabel("tokens (%)")
         mean = f" Their mean is {gates.mean:.4f}." if gates.mean is not None else ""
-        words = f"Gates between the bounds {gates.minimum:.4g} and {gates.maximum:.4g}.{mean}"
+        words = f"Gates from {gates.minimum:.4g} to {gates.maximum:.4g}.{mean}"
         svg = to_svg(figure, name=f"gates-{index}", title=f"Gates of {run.label}", description=words, hints=hints)
     reference = f" They were calibrated to the reference {gates.reference:.4g}." if gates.reference is not None else ""
-    caption = f"Gates of {total:,.0f} response tokens of one late generation.{mean}{reference}"
+    caption = f"{total:,.0f} response tokens of one late generation. {words}{reference}"
     return Chart(title=run.label, caption=caption, svg=svg, columns=("Gate", "Tokens", "Share"), rows=tuple(rows))
 
 
-def _mark_gates(axes: Any, marks: Sequence[tuple[str, float, Any, str]], top: float) -> None:
+def _mark_gates(axes: Any, gates: GateHistogram, top: float) -> None:
     """Upright lines with their names, the reference one line of text lower than the bounds."""
-    for name, at, style, side in marks:
+    middle = sum(gates.span) / 2
+    for name, at, style in (
+        ("lower bound", gates.lower_bound, "-"),
+        ("upper bound", gates.upper_bound, "-"),
+        ("reference", gates.reference, (0, (4, 2))),
+    ):
+        if at is None:
+            continue
         lower = name == "reference"
+        side = "right" if at > middle else "left"  # the words stand on the side where there is room
         axes.plot([at, at], [0, top * (0.9 if lower else 1)], color=INK, linewidth=1.0, linestyle=style)
         offset = (4, 0) if side == "left" else (-4, 0)
         axes.annotate(
@@ -218,6 +220,12 @@ def _padded(numbers: Sequence[float]) -> tuple[float, float]:
 HEALTH = (
     ("gate_mean", "Gate mean", "gate (unitless)", "Mean gate of each step; the shade is one standard deviation."),
     (
+        "retention",
+        "Retention",
+        "share kept (unitless)",
+        "Share of a reward at the end that reaches the first token: the gates of a response multiplied.",
+    ),
+    (
         "explained_variance",
         "Explained variance",
         "explained variance (unitless)",
@@ -240,7 +248,7 @@ def _health_chart(runs: Sequence[Run], key: str, title: str, unit: str, caption:
     if not any(curves):
         return None
     with matplotlib.rc_context(STYLE):
-        figure, axes = new_axes(width=3.5, height=2.5)
+        figure, axes = new_axes(height=2.6)
         for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
             if not curve:
                 continue
@@ -263,6 +271,8 @@ def _health_chart(runs: Sequence[Run], key: str, title: str, unit: str, caption:
         )
         svg = to_svg(figure, name=key.replace("_", "-"), title=title, description=f"{caption} {ends}.")
     columns, rows = thinned_table(
-        "Step", [run.label for run in runs], [[(step, f"{value:.4g}") for step, value in curve] for curve in curves]
+        "Step",
+        [run.label for run, curve in zip(runs, curves, strict=True) if curve],
+        [[(step, f"{value:.4f}".replace("-", MINUS)) for step, value in curve] for curve in curves if curve],
     )
     return Chart(title=title, caption=caption, svg=svg, columns=columns, rows=rows)

@@ -140,12 +140,11 @@ def _drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
 def _headline(run: Run) -> Headline:
     result = run.result
     if result is None:
-        before = next((value for _, value in run.series("eval_accuracy")), None)
         nothing = Share(value=MISSING, interval="")
         return Headline(
             label=run.label,
             title=run.title,
-            before=_share(before, None),
+            before=_share(_accuracy_before(run), None),
             after=nothing,
             questions=MISSING,
             responses=MISSING,
@@ -157,7 +156,7 @@ def _headline(run: Run) -> Headline:
     return Headline(
         label=run.label,
         title=run.title,
-        before=_share(result.accuracy_before, result.eval_count),
+        before=_share(_accuracy_before(run), result.eval_count),
         after=_share(result.accuracy_after, result.eval_count),
         questions=_whole(result.eval_count),
         responses=_whole(result.responses),
@@ -166,6 +165,13 @@ def _headline(run: Run) -> Headline:
         memory=MISSING if result.peak_memory_mb is None else f"{result.peak_memory_mb:,.0f} MB",
         status="" if result.status == "finished" else result.status,
     )
+
+
+def _accuracy_before(run: Run) -> float | None:
+    """As the result says; a resumed run measured it in its first part, as step 0 of the metrics."""
+    if run.result and run.result.accuracy_before is not None:
+        return run.result.accuracy_before
+    return dict(run.series("eval_accuracy")).get(0)
 
 
 def _share(value: float | None, count: int | None) -> Share:

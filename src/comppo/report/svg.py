@@ -64,12 +64,14 @@ def to_svg(figure: Any, *, name: str, title: str, description: str, hints: Mappi
         hints: text shown on hover, by the gid of the artist.
     """
     import io
+    import warnings
 
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the page's fonts draw the text
         FigureCanvasSVG(figure).print_svg(
             buffer, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )

@@ -35,32 +35,38 @@ def versions(packages: Sequence[str] = RECORDED_PACKAGES) -> dict[str, str | Non
     return found
 
 
-def plain(value: Any) -> Any:
-    """`value` as what JSON can hold: NaN and infinities become None, tensors and arrays become numbers or lists.
+def plain(value: Any, *, infinity: str | None = None) -> Any:
+    """`value` as what JSON can hold: NaN becomes None, tensors and arrays become numbers or lists.
+
+    Args:
+        value: numbers, text, lists, sets, mappings, dataclasses, enums, paths, tensors, arrays, and any nesting.
+        infinity: what infinity becomes, with a "-" before it where it is negative; None for None.
 
     Raises:
         ConfigError: there is no plain form for a value's type.
     """
     if value is None or isinstance(value, bool | str):
-        return value if not isinstance(value, enum.Enum) else plain(value.value)
+        return value if not isinstance(value, enum.Enum) else plain(value.value, infinity=infinity)
     if isinstance(value, enum.Enum):
-        return plain(value.value)
+        return plain(value.value, infinity=infinity)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
+        if math.isinf(value) and infinity is not None:
+            return infinity if value > 0 else f"-{infinity}"
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, infinity=infinity) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, infinity=infinity) for item in value]
     if isinstance(value, set | frozenset):
-        return [plain(item) for item in sorted(value, key=repr)]
+        return [plain(item, infinity=infinity) for item in sorted(value, key=repr)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name), infinity=infinity) for field in dataclasses.fields(value)}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if callable(getattr(value, "tolist", None)):  # torch tensors, numpy arrays and scalars, none of them imported here
-        return plain(value.tolist())
+        return plain(value.tolist(), infinity=infinity)
     raise ConfigError(
         f"{value!r} of type {type(value).__name__} cannot be recorded: pass numbers, text, lists or dicts."
     )
@@ -84,6 +90,27 @@ class RunRecorder:
                 raise RunExistsError(
                     f"{self.folder} already holds {name} of an earlier run: choose another folder, or move it away."
                 )
+
+    @classmethod
+    def resume(cls, folder: Path, *, step: int) -> "RunRecorder":
+        """Go on with a run that was stopped, after its checkpoint at `step`.
+
+        Metrics of later steps are dropped, since those steps are taken again, and so is a last line that was cut off.
+
+        Raises:
+            ConfigError: the folder holds no run.
+            RunExistsError: the run is finished.
+        """
+        folder = Path(folder)
+        if not (folder / RUN_FILE).exists():
+            raise ConfigError(f"{folder} holds no {RUN_FILE}: there is no run to resume; start one with RunRecorder.")
+        if (folder / RESULT_FILE).exists():
+            raise RunExistsError(f"{folder} holds {RESULT_FILE}: that run is finished. Record a new one elsewhere.")
+        kept = [row for row in read_metrics(folder / METRICS_FILE) if row.get("step", 0) <= step]
+        write_atomically(folder / METRICS_FILE, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
+        recorder = cls.__new__(cls)
+        recorder.folder = folder
+        return recorder
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one line to `metrics.jsonl` and hand it to the operating system at once.
@@ -115,8 +142,10 @@ class RunRecorder:
         if Path(name).name != name or not name.endswith(".json") or name.startswith("."):
             raise ConfigError(f"name={name!r}: pass a file name that ends in .json, without a path.")
         path = self.folder / name
+        # A setting may well be infinite, such as a horizon; anywhere else infinity is a failed measurement.
+        content = plain(content, infinity="inf" if name == RUN_FILE else None)
         # Escaped to ASCII: a token may be half a character, which UTF-8 cannot hold.
-        write_atomically(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+        write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
         return path
 
     def finish(self, result: Mapping[str, Any]) -> None:
