@@ -204,14 +204,14 @@ def test_peft_and_data_parallel_wrappers(build, padded, tmp_path):
 
 
 @pytest.mark.parametrize("no_grad", [True, False])
-def test_gradient_checkpointing(no_grad, build, padded):
+def test_activation_checkpointing(no_grad, build, padded):
     """Recomputation in a backward pass inside the context is not read a second time, and gradients are the same."""
     ids, mask = padded
     model = build("llama")
     with torch.no_grad(), ComputationReader(model, hidden_layers=(1,)) as want:
         model(input_ids=ids, attention_mask=mask)
     model.train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with torch.set_grad_enabled(not no_grad), ComputationReader(model, hidden_layers=(1,)) as got:
         loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
         if not no_grad:

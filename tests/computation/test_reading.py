@@ -215,3 +215,26 @@ def test_misuse_says_what_to_do(build):
         arguments = {"input_ids": ids, "attention_mask": mask, "completion_length": tokens, "statistic": "collision"}
         with pytest.raises(error, match=match):
             read_computation(model, **(arguments | changes))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_trl_s_fused_head_as_the_score(lora, build):
+    """Its output has neither logits nor hidden states, and under PEFT the model's own `__call__` may be passed by."""
+    from peft import LoraConfig, get_peft_model
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = build("llama")
+    want = read_computation(model, *layout(6, 7))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    def score(model, input_ids, attention_mask, completion_length):
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :-completion_length] = -100
+        output = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
+        return output.log_probs[:, -completion_length:], output.entropy[:, -completion_length:]
+
+    got = read_computation(model, *layout(6, 7), micro_batch_size=2, score=score)
+    for row, tokens in enumerate(RESPONSES):
+        assert_equal_computation(got, want, tokens, row, row)

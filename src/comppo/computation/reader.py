@@ -128,7 +128,13 @@ class ComputationReader:
     # What was read ------------------------------------------------------------------------------------------------
 
     def statistic(self, name: str) -> Float[Tensor, "rows tokens layers heads"]:
-        """A statistic of every row, position, layer and head; float32, detached.
+        """A statistic of every row, position, layer and head.
+
+        Args:
+            name: one of `statistics`, or "sink_mass".
+
+        Returns:
+            Float32, detached; layers and heads in ascending order, or heads in the order asked for.
 
         Raises:
             ConfigError: it was not among `statistics`.

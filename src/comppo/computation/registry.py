@@ -109,6 +109,12 @@ def _tell(name: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, o
 def eager_function(attention_class: type[nn.Module]) -> AttentionFunction:
     """The eager attention function that `attention_class` itself would have used.
 
+    Args:
+        attention_class: the class of the module that calls it.
+
+    Returns:
+        The function that its `forward` names, or the one of its Python module.
+
     Raises:
         UnreadableModelError: its modules define none.
     """

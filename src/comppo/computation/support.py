@@ -37,6 +37,9 @@ def readable_layers(model_or_config: Any) -> list[int]:
         model_or_config: a model (wrapped by PEFT or DDP or not), or a Transformers configuration; for the latter no
             weights are made.
 
+    Returns:
+        Layer numbers.
+
     Raises:
         UnreadableModelError: it is not a causal language model that Transformers itself implements.
     """
@@ -92,7 +95,13 @@ def as_model(model_or_config: Any) -> nn.Module:
 
 
 def map_model(model: nn.Module) -> ModelMap:
-    """Find decoder, layers and readable attention modules of `model`.
+    """Find decoder, layers and readable attention modules.
+
+    Args:
+        model: a causal language model, wrapped or not.
+
+    Returns:
+        Where these parts are.
 
     Raises:
         UnreadableModelError: there is no stack of decoder layers in it.
