@@ -112,6 +112,8 @@ def test_labels_are_text_and_not_mathematics(tmp_path, make_run):
         root = ElementTree.fromstring(chart.svg)
         assert not root.findall(".//{*}b")
         assert "<b>$x_1$ & more</b>" in "".join(root.itertext())
+        written = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+        assert chart.title.startswith("<b>") or "<b>$x_1$ & more</b>" in written  # in the legend
 
 
 def test_one_point_and_no_reward(tmp_path):

@@ -22,6 +22,7 @@ def joined(text, **options):
         ("\ud83d", [("⟨U+D83D⟩", True)]),
         ("\ufffd", [("�", True)]),
         ("a\u202eb", [("a", False), ("⟨U+202E⟩", True), ("b", False)]),
+        ("\u00a0", [("⟨U+00A0⟩", True)]),
         ("\u200b", [("⟨U+200B⟩", True)]),
         ("\x00", [("⟨U+0000⟩", True)]),
         ("\u0301", [("◌", True), ("\u0301", False)]),

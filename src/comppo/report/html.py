@@ -151,7 +151,7 @@ def _headline(run: Run) -> Headline:
             tokens=MISSING,
             time=MISSING,
             memory=MISSING,
-            status="not finished",
+            status=f"not finished, last step {run.metrics[-1]['step']}" if run.metrics else "not finished",
         )
     return Headline(
         label=run.label,

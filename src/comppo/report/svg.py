@@ -72,12 +72,10 @@ def to_svg(figure: Any, *, name: str, title: str, description: str, hints: Mappi
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the page's fonts draw the text
-        FigureCanvasSVG(figure).print_svg(
-            buffer, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
+        FigureCanvasSVG(figure).print_svg(buffer)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)  # names matplotlib's site, and the time
     for gid, hint in (hints or {}).items():
         text = text.replace(f'<g id="{gid}">', f'<g id="{gid}"><title>{escape(hint)}</title>', 1)
     text = re.sub(r'\bid="', f'id="{name}-', text)

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_MARKS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\N{REPLACEMENT CHARACTER}": "�", "\N{NO-BREAK SPACE}": "⍽"}
+_MARKS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\N{REPLACEMENT CHARACTER}": "�"}
 _LAYOUT = frozenset(" \n\t")
 # Control, format (direction overrides, zero-width joiners), surrogate, private, unassigned; separators but the space.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
