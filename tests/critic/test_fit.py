@@ -58,7 +58,11 @@ def test_two_gloo_processes_equal_one(tmp_path):
         )
         for rank in range(2)
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
     whole, expected = fitted(*task(0))
     for rank in range(2):
         results, skipped = torch.load(tmp_path / f"out{rank}.pt")

@@ -117,7 +117,11 @@ def test_two_gloo_processes_equal_one(tmp_path):
         )
         for r in range(2)
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
     results = [torch.load(tmp_path / f"out{r}.pt") for r in range(2)]
     torch.testing.assert_close(torch.cat([r[0] for r in results]), masked_whiten(x, mask), rtol=1e-12, atol=1e-12)
     assert [r[1].tolist() for r in results] == [[3.0], [3.0]]
