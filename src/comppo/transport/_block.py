@@ -62,33 +62,32 @@ class Block:
         tensor.view(self.integers).bitwise_and_(self.keep)
         return tensor
 
-    def masked_ones(self) -> Tensor:
-        """1 at masked slots and 0 elsewhere: as decays they let everything pass masked slots and nothing else."""
-        ones = self.take("ones")
+    def masked_ones(self, ones: Tensor) -> Tensor:
+        """Fill `ones` with 1 at masked slots and 0 elsewhere: as decays they let everything pass masked slots alone."""
         one = int(torch.ones((), dtype=self.dtype).view(self.integers).item())
         torch.bitwise_not(self.keep, out=ones.view(self.integers)).bitwise_and_(one)
         return ones
 
-    def decays(self, scale: float | Tensor, gated: bool) -> Tensor:
-        """`scale` times the gate at unmasked slots (the gate is 1 if not `gated`), 1 at masked ones."""
+    def decays(self, scale: float | Tensor, gated: bool, *, spare: Tensor) -> Tensor:
+        """`scale` times the gate (1 if not `gated`) at unmasked slots, 1 at masked ones; uses up `spare`."""
         decays = self.take("decays")
         if gated:
             torch.mul(self.gates, scale, out=decays)
         else:
             self.clear_masked_(decays.fill_(1).mul_(scale))
-        decays.view(self.integers).bitwise_or_(self.masked_ones().view(self.integers))
+        decays.view(self.integers).bitwise_or_(self.masked_ones(spare).view(self.integers))
         return decays
 
-    def next_values(self) -> Tensor:
-        """V at the next unmasked token of the row, or the bootstrap value after the last one."""
-        carried = self.clear_masked_(self.take("carried").copy_(self.values))
-        carry_back_(carried, self.masked_ones(), self.bootstrap)
+    def next_values(self, *, work: Tensor, spare: Tensor) -> Tensor:
+        """V at the next unmasked token of the row, or the bootstrap value after the last one; uses up its buffers."""
+        carried = self.clear_masked_(work.copy_(self.values))
+        carry_back_(carried, self.masked_ones(spare), self.bootstrap)
         return torch.cat((carried, self.bootstrap[:, None]), dim=1)[:, 1:]
 
-    def td_errors(self, gamma: float, gate_bootstrap: bool) -> Tensor:
-        """delta_t; 0 at masked slots."""
-        later = self.next_values()
+    def td_errors(self, gamma: float, gate_bootstrap: bool, *, work: Tensor, spare: Tensor) -> Tensor:
+        """delta_t in `work`, 0 at masked slots; uses up `spare`."""
+        later = self.next_values(work=work, spare=spare)
         if gate_bootstrap:
             later.mul_(self.gates)
-        errors = torch.add(self.rewards, later, alpha=gamma, out=self.take("carried")).sub_(self.values)
+        errors = torch.add(self.rewards, later, alpha=gamma, out=work).sub_(self.values)
         return self.clear_masked_(errors)

@@ -84,29 +84,37 @@ def comp_gae(
         low, high = torch.aminmax(block.gates)
         gauges.append((low, high))
         targets, credit = returns[rows], advantages[rows]
-        _lambda_returns(block, gamma, _pick(trace, rows), gate_bootstrap, gate_trace, out=targets)
+        _lambda_returns(block, gamma, _pick(trace, rows), gate_bootstrap, gate_trace, work=credit, out=targets)
         block.clear_masked_(torch.sub(targets, block.values, out=credit))
         if critic_trace is not None:
-            _lambda_returns(block, gamma, _pick(critic_trace, rows), gate_bootstrap, gate_trace, out=targets)
+            work = block.take("work")
+            _lambda_returns(block, gamma, _pick(critic_trace, rows), gate_bootstrap, gate_trace, work=work, out=targets)
         block.clear_masked_(targets)
     _check_content(gauges, advantages, rewards, values, gates, mask, bootstrap)
     return Credit(advantages=advantages.to(given), returns=returns.to(given))
 
 
 def _lambda_returns(
-    block: Block, gamma: float, lam: float | Tensor, gate_bootstrap: bool, gate_trace: bool, *, out: Tensor
+    block: Block,
+    gamma: float,
+    lam: float | Tensor,
+    gate_bootstrap: bool,
+    gate_trace: bool,
+    *,
+    work: Tensor,
+    out: Tensor,
 ) -> None:
-    """Write R_t for the rows of `block` to `out`; anything at masked slots."""
+    """Write R_t for the rows of `block` to `out`, anything at masked slots; uses up `work`."""
     if not (gate_bootstrap and gate_trace):
-        credit = block.td_errors(gamma, gate_bootstrap)
-        carry_back_(credit, block.decays(gamma * lam, gate_trace), torch.zeros_like(block.bootstrap))
+        credit = block.td_errors(gamma, gate_bootstrap, work=work, spare=out)
+        carry_back_(credit, block.decays(gamma * lam, gate_trace, spare=out), torch.zeros_like(block.bootstrap))
         torch.add(credit, block.values, out=out)
         return
     # With U = (1 - lam) * V + lam * R the definition reads R_t = r_t + gamma * g_t * U_{t+1}, and so
     # U_t = (1 - lam) * V_t + lam * r_t + gamma * lam * g_t * U_{t+1}: one scan, in which a masked slot is simply a
     # delta of 0 with a decay of 1, and nobody has to look for the next unmasked value.
-    carried = block.clear_masked_(torch.lerp(block.values, block.rewards, lam, out=block.take("carried")))
-    carry_back_(carried, block.decays(gamma * lam, gated=True), block.bootstrap)
+    carried = block.clear_masked_(torch.lerp(block.values, block.rewards, lam, out=work))
+    carry_back_(carried, block.decays(gamma * lam, gated=True, spare=out), block.bootstrap)
     rewards, gates = block.rewards, block.gates
     torch.addcmul(rewards[:, :-1], gates[:, :-1], carried[:, 1:], value=gamma, out=out[:, :-1])
     torch.addcmul(rewards[:, -1], gates[:, -1], block.bootstrap, value=gamma, out=out[:, -1])
@@ -240,7 +248,7 @@ class CompGAE:
             bootstrap = values.new_zeros(values.shape[0], dtype=dtype) if boots is None else boots.detach().to(dtype)
             mask = trained(evidence)
             block = Block(slice(None), Scratch(), evidence.rewards, values, gates, mask, bootstrap)
-            return block.td_errors(self.gamma, self.gate_bootstrap)
+            return block.td_errors(self.gamma, self.gate_bootstrap, work=block.take("work"), spare=block.take("spare"))
 
     def kernel(self, evidence: Evidence) -> Float[Tensor, "rows tokens tokens"]:
         """K[t, u] = product of gamma * lambda * g_i over the unmasked i in [t, u)."""
