@@ -185,6 +185,12 @@ class GroupRelative:
     def __call__(self, evidence: Evidence) -> Credit:
         """Advantages and critic targets; 0 in rows that are not scorable.
 
+        Args:
+            evidence: one batch, with the fields in `needs`.
+
+        Returns:
+            Credit of shape (rows, tokens), detached; 0 at masked slots.
+
         Raises:
             ConfigError: one response per prompt with a baseline or scale of its group.
             EvidenceError: the outcome of a scorable row is not finite.

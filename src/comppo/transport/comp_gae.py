@@ -223,6 +223,12 @@ class CompGAE:
     def __call__(self, evidence: Evidence) -> Credit:
         """Advantages and critic targets; 0 in rows that are not scorable.
 
+        Args:
+            evidence: one batch, with the fields in `needs`.
+
+        Returns:
+            Credit of shape (rows, tokens), detached; 0 at masked slots.
+
         Raises:
             EvidenceError: values or gates are missing or hold numbers that are not allowed.
         """

@@ -80,6 +80,12 @@ class GAE:
     def __call__(self, evidence: Evidence) -> Credit:
         """Advantages and critic targets; 0 in rows that are not scorable.
 
+        Args:
+            evidence: one batch, with the fields in `needs`.
+
+        Returns:
+            Credit of shape (rows, tokens), detached; 0 at masked slots.
+
         Raises:
             EvidenceError: values are missing, or rewards or values are not finite at unmasked tokens.
         """

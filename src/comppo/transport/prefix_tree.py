@@ -141,6 +141,12 @@ class PrefixTree:
         The leaf's remainder may be read as a correction of the value path, V'_t = V_t + its shares before t, which ends
         at the outcome: the advantages are the TD errors of V', and V'_t plus the advantages to go is the outcome.
 
+        Args:
+            evidence: one batch, with the fields in `needs`.
+
+        Returns:
+            Credit of shape (rows, tokens), detached; 0 at masked slots.
+
         Raises:
             ConfigError: num_generations is 1.
             EvidenceError: completion_ids are missing, weights are negative or not finite, or the outcome of a scorable

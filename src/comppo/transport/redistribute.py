@@ -108,6 +108,12 @@ class Redistribute:
     def __call__(self, evidence: Evidence) -> Credit:
         """Advantages, and as critic targets the outcome at every unmasked token; 0 in rows that are not scorable.
 
+        Args:
+            evidence: one batch, with the fields in `needs`.
+
+        Returns:
+            Credit of shape (rows, tokens), detached; 0 at masked slots.
+
         Raises:
             ConfigError: one response per prompt with a baseline or scale of its group.
             EvidenceError: weights are missing, negative or not finite, or the outcome of a scorable row is not finite.

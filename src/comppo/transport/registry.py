@@ -25,7 +25,7 @@ def build_operator(operator: str | TransportOperator, **params: Any) -> Transpor
 
     Args:
         operator: a name in `OPERATORS`, or any object that fulfils `TransportOperator`.
-        params: settings of the named operator: the fields of its class.
+        **params: settings of the named operator: the fields of its class.
 
     Returns:
         The operator.
