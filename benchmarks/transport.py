@@ -34,8 +34,8 @@ from comppo.transport.reference import comp_gae_loop
 SIZES = [(64, 512), (64, 2048), (64, 8192), (512, 2048)]
 GAMMA, LAM = 1.0, 0.95
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-TORCHRL_ROUNDS = 3  # it takes seconds per round
-TORCHRL_TENSORS = 4  # how many (rows, tokens, tokens) tensors its vectorised form was seen to hold at once
+TORCHRL_ROUNDS = 3  # it takes seconds each
+TORCHRL_TENSORS = 2.4  # peak in (rows, tokens, tokens) tensors, by `peak_bytes` at (16, 256)
 
 
 def make_inputs(batch: int, tokens: int, seed: int = 0) -> dict[str, Tensor]:
