@@ -9,7 +9,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not os.environ.get("COMPPO_UNHOOKED"):
     from jaxtyping import install_import_hook
 
-    install_import_hook("comppo", "beartype.beartype")
+    # The layers that speak in tensors; TRL's own dataclasses do not keep to their annotations
+    install_import_hook(
+        [
+            *(f"comppo.{layer}" for layer in ("types", "evidence", "transport", "computation", "critic", "update")),
+            "comppo.trainers.pipeline",
+        ],
+        "beartype.beartype",
+    )
 
 import torch
 

@@ -59,14 +59,19 @@ class Evidence:
         for name in ("rewards", "values", "gates", "completion_ids", "weights", "negative_weights"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
-                raise EvidenceError(f"{name} has shape {tuple(tensor.shape)}, but mask has {tuple(shape)}: pass equal shapes.")
+                raise EvidenceError(
+                    f"{name} has shape {tuple(tensor.shape)}, but mask has {tuple(shape)}: pass equal shapes."
+                )
         for name in ("response_rewards", "scorable", "bootstrap_values"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape[:1]:
-                raise EvidenceError(f"{name} has shape {tuple(tensor.shape)}, but there are {shape[0]} rows: pass one per row.")
+                raise EvidenceError(
+                    f"{name} has shape {tuple(tensor.shape)}, but there are {shape[0]} rows: pass one per row."
+                )
         if self.num_generations < 1 or shape[0] % self.num_generations:
             raise EvidenceError(
-                f"num_generations={self.num_generations} does not divide the {shape[0]} rows: pass whole groups of responses."
+                f"num_generations={self.num_generations} does not divide the {shape[0]} rows: "
+                "pass whole groups of responses."
             )
 
 
@@ -97,4 +102,4 @@ class TransportOperator(Protocol):
         """What is carried: TD errors, or the terminal residual; 0 at masked slots."""
 
     def kernel(self, evidence: Evidence) -> Float[Tensor, "rows tokens tokens"]:
-        """How it is carried: K[b, t, u] is the share of the delta at u that reaches t; 0 for u < t and at masked slots."""
+        """How it is carried: K[b, t, u], the share of the delta at u that reaches t; 0 for u < t and at masked slots."""

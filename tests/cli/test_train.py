@@ -17,7 +17,7 @@ FAST = {
     "max_steps": 2,
     "use_cpu": True,
     "bf16": False,
-    "gradient_checkpointing": False,
+    "activation_checkpointing": False,
     "report_to": "none",
     "save_strategy": "steps",
     "save_steps": 1,

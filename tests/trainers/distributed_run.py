@@ -48,7 +48,6 @@ def main():
         per_device_train_batch_size=8 // int(processes),
         max_completion_length=16,
         shuffle_dataset=False,
-        learning_rate=1e-2,
         **settings,
     )
     run.train()

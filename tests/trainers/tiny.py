@@ -58,7 +58,7 @@ def settings(folder, **changes):
         "use_cpu": True,
         "report_to": "none",
         "bf16": False,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "save_strategy": "no",
         "disable_tqdm": True,
         # A small actor may not have a critic of more than a few percent of its size
@@ -67,7 +67,9 @@ def settings(folder, **changes):
     } | changes
 
 
-def trainer(folder, *, peft_config=None, reward_funcs=digit_reward, cls=None, config=None, rollout_func=None, **changes):
+def trainer(
+    folder, *, peft_config=None, reward_funcs=digit_reward, cls=None, config=None, rollout_func=None, **changes
+):
     from comppo import CompPOConfig, CompPOTrainer
 
     values = settings(folder, **changes)
@@ -78,6 +80,7 @@ def trainer(folder, *, peft_config=None, reward_funcs=digit_reward, cls=None, co
         reward_funcs=reward_funcs,
         args=(config or CompPOConfig)(**values),
         train_dataset=dataset(),
+        eval_dataset=dataset(8) if values.get("eval_strategy") else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
         rollout_func=rollout_func,

@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "num_generations": GENERATIONS,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "gradient_checkpointing": False,
+    "activation_checkpointing": False,
     "bf16": False,
     "use_cpu": True,
     "beta": 0.0,
@@ -130,7 +130,9 @@ def watch(workers: dict[str, "subprocess.Popen[bytes]"], specs: dict[str, Path],
     started = time.monotonic()
     # Without a terminal, a line now and then instead of a picture that is redrawn
     pause = 0.5 if console.is_terminal else 15.0
-    with Live(console=console, refresh_per_second=2, transient=False) if console.is_terminal else _Lines(console) as live:
+    with (
+        Live(console=console, refresh_per_second=2, transient=False) if console.is_terminal else _Lines(console) as live
+    ):
         while True:
             done = all(worker.poll() is not None for worker in workers.values())
             live.update(progress_table(specs, steps, time.monotonic() - started))

@@ -67,8 +67,10 @@ def train(arguments: list[str]) -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    recorder = RunRecorder(folder) if last_step is None else RunRecorder.resume(folder, step=last_step)
-    if last_step is None and trainer.accelerator.is_main_process:
+    recorder = None
+    if trainer.accelerator.is_main_process:
+        recorder = RunRecorder(folder) if last_step is None else RunRecorder.resume(folder, step=last_step)
+    if recorder is not None and last_step is None:
         recorder.write_json(
             "run.json",
             {
@@ -80,8 +82,10 @@ def train(arguments: list[str]) -> None:
                 "command": f"comppo train {' '.join(arguments)}",
             },
         )
-    result = recorded_training(trainer, task, recorder, eval_every=script.heldout_every, resume=last_step is not None)
-    if trainer.accelerator.is_main_process:
+    result = recorded_training(
+        trainer, task, recorder, folder, eval_every=script.heldout_every, resume=last_step is not None
+    )
+    if recorder is not None:
         show(result, folder)
 
 

@@ -64,12 +64,12 @@ class RecordingCallback(TrainerCallback):
     """Writes every log line, and held-out accuracy every few steps, into a run folder.
 
     Args:
-        recorder: the run folder.
+        recorder: the run folder; None on processes that do not write.
         evaluate: gives the held-out accuracy now, or None for no evaluation.
         every: steps between evaluations; 0 for none in between.
     """
 
-    def __init__(self, recorder: RunRecorder, evaluate: Callable[[], float] | None, *, every: int) -> None:
+    def __init__(self, recorder: RunRecorder | None, evaluate: Callable[[], float] | None, *, every: int) -> None:
         self.recorder = recorder
         self.evaluate = evaluate
         self.every = every
@@ -89,8 +89,12 @@ class RecordingCallback(TrainerCallback):
         before = time.perf_counter()
         accuracy = self.evaluate()
         self.evaluating += time.perf_counter() - before
-        self.recorder.append_metrics({"step": step, "eval_accuracy": accuracy, "time_s": self.training_time})
+        self._append({"step": step, "eval_accuracy": accuracy})
         return accuracy
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if self.recorder is not None:
+            self.recorder.append_metrics({**row, "time_s": self.training_time})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
@@ -103,9 +107,9 @@ class RecordingCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write a log line."""
-        if state.is_world_process_zero and logs:
+        if logs:
             numbers = {k: v for k, v in logs.items() if v is None or isinstance(v, int | float)}
-            self.recorder.append_metrics({**numbers, "step": state.global_step, "time_s": self.training_time})
+            self._append({**numbers, "step": state.global_step})
 
 
 def peak_memory_mb() -> float:
@@ -139,14 +143,15 @@ def held_out_evaluation(trainer: Any, task: Any) -> tuple[Callable[[], float] | 
 
 
 def recorded_training(
-    trainer: Any, task: Any, recorder: RunRecorder, *, eval_every: int, resume: bool = False
+    trainer: Any, task: Any, recorder: RunRecorder | None, folder: Path, *, eval_every: int, resume: bool = False
 ) -> dict[str, Any]:
     """Train, and leave a complete run folder with the model in it.
 
     Args:
         trainer: a `CompPOTrainer`.
         task: the task it trains on, for held-out accuracy.
-        recorder: the run folder.
+        recorder: writes the run folder; None on processes that do not write.
+        folder: the run folder.
         eval_every: steps between held-out evaluations.
         resume: continue from the last checkpoint in the trainer's `output_dir`.
 
@@ -170,13 +175,12 @@ def recorded_training(
         "model": MODEL_FOLDER,
         "status": "finished",
     }
-    if trainer.accelerator.is_main_process:
+    trainer.save_model(str(folder / MODEL_FOLDER))
+    if recorder is not None:
         recorder.write_json("credit.json", trainer.credit_records(8))
         histogram = trainer.gate_histogram()
         if histogram is not None:
             recorder.write_json("gates.json", histogram)
-    trainer.save_model(str(recorder.folder / MODEL_FOLDER))
-    if trainer.accelerator.is_main_process:
         recorder.finish(result)
     return result
 
@@ -230,7 +234,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
-    return recorded_training(trainer, task, recorder, eval_every=spec.eval_every)
+    return recorded_training(trainer, task, recorder, recorder.folder, eval_every=spec.eval_every)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from comppo.transport import (
     GateConfig,
     build_operator,
     gate_from_statistic,
-    length_adaptive_lam,
 )
 from comppo.types import Credit, Evidence
 from comppo.update.whiten import masked_whiten
@@ -191,10 +190,11 @@ def compute_gates(
     )
     if config.gate_control is None:
         return gates
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + rollout.index * 1009 + processes.rank)
-    return CONTROLS[config.gate_control](
-        gates, rollout.mask, generator=generator, reduce=processes.all_reduce
-    )
+    # On the gathered batch, so that one process and several draw and average the same
+    everywhere, mask = processes.gather(gates), processes.gather(rollout.mask)
+    generator = torch.Generator(gates.device).manual_seed(config.seed * 1_000_003 + rollout.index)
+    controlled = CONTROLS[config.gate_control](everywhere, mask, generator=generator)
+    return processes.local(controlled, gates.shape[1])
 
 
 def assign_credit(
@@ -239,10 +239,12 @@ def assign_credit(
 
 
 def _critic_credit(rollout: Rollout, gates: Tensor | None, values: Tensor, config: PipelineConfig) -> Credit:
-    lam: float | Tensor = config.lam
-    if config.length_adaptive_alpha is not None:
-        lam = length_adaptive_lam(rollout.mask, config.length_adaptive_alpha)
-    parameters: dict[str, Any] = {"gamma": config.gamma, "lam": lam, "critic_lam": config.critic_lam}
+    parameters: dict[str, Any] = {
+        "gamma": config.gamma,
+        "lam": config.lam,
+        "length_alpha": config.length_adaptive_alpha,
+        "critic_lam": config.critic_lam,
+    }
     if gates is not None:
         parameters |= {"gate_bootstrap": config.gate_bootstrap, "gate_trace": config.gate_trace}
     evidence = Evidence(
@@ -313,9 +315,16 @@ def _metrics(
         kept = torch.where(mask, tensor.double(), 0.0)
         sums += [kept.sum(), kept.square().sum()]
     # Retention is what the first token keeps of a reward at the end: the product of the gates in between.
-    retention = torch.where(mask, gates.double(), 1.0).prod(1) if gates is not None else mask.new_zeros(len(mask)).double()
+    retention = (
+        torch.where(mask, gates.double(), 1.0).prod(1) if gates is not None else mask.new_zeros(len(mask)).double()
+    )
     trained = mask.any(1)
-    sums += [mask.sum().double(), (retention * trained).sum(), trained.sum().double(), (~rollout.scorable).sum().double()]
+    sums += [
+        mask.sum().double(),
+        (retention * trained).sum(),
+        trained.sum().double(),
+        (~rollout.scorable).sum().double(),
+    ]
     totals = processes.all_reduce(torch.stack(sums)).tolist()
     *moments, tokens, kept_at_start, responses, unscorable = totals
     tokens, responses = max(tokens, 1.0), max(responses, 1.0)

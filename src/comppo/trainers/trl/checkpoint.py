@@ -18,7 +18,9 @@ def save(folder: Path, critic: CriticRunner | None, counters: dict[str, int]) ->
     if critic is not None:
         from safetensors.torch import save_file
 
-        weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in critic.module.state_dict().items()}
+        weights = {
+            name: tensor.detach().cpu().contiguous().clone() for name, tensor in critic.module.state_dict().items()
+        }
         save_file(weights, folder / WEIGHTS)
         state["critic"] = critic.state_dict()
     torch.save(state, folder / STATE)

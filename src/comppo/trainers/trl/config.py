@@ -1,12 +1,13 @@
 """`CompPOConfig`: TRL's `GRPOConfig` plus what decides which tokens get credit."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
 
-from comppo.computation import STATISTICS
+from comppo.computation import ATTENTION_STATISTICS, STATISTICS
 from comppo.critic import CriticConfig
 from comppo.errors import ConfigError
 from comppo.trainers.pipeline import CRITICS, REDISTRIBUTION_WEIGHTS, PipelineConfig
@@ -14,6 +15,9 @@ from comppo.transport import CONTROLS, OPERATORS, GateConfig
 
 SUPPORTED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 """TRL's loss types in which one advantage per token has the meaning that it has for one per response."""
+
+CRITIC_LEARNING_RATES = {"tac": 3e-3, "standard": 1e-4, "none": 3e-3}
+"""A small head learns at a rate that would destroy a Transformer."""
 
 
 def _names(given: Any) -> str:
@@ -115,7 +119,10 @@ class CompPOConfig(GRPOConfig):
         default_factory=lambda: [-1], metadata={"help": "Actor layers whose hidden states the critic sees."}
     )
     critic_hidden_size: int = field(default=32, metadata={"help": "Width of the transport-aligned critic."})
-    critic_learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of the critic."})
+    critic_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate of the critic; if not given, 3e-3 for tac and 1e-4 for standard."},
+    )
     critic_weight_decay: float = field(default=1e-2, metadata={"help": "Weight decay of the critic."})
     critic_lr_scheduler_type: str = field(
         default="constant", metadata={"help": "Schedule of the critic's learning rate, by Transformers' names."}
@@ -185,7 +192,9 @@ class CompPOConfig(GRPOConfig):
                 "operator='comp_gae' or 'gae' (a critic needs no group), or at least 2 generations."
             )
         steps = self.steps_per_generation or self.gradient_accumulation_steps
-        batch = self.generation_batch_size or self.per_device_train_batch_size * self.world_size * steps
+        # TRL's `world_size` is known only after its own checks; every launcher sets the variable before
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        batch = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
         if batch < 2:
             raise ConfigError(
                 f"num_generations=1 with a generation batch of {batch} response leaves nothing to whiten over: raise "
@@ -207,10 +216,11 @@ class CompPOConfig(GRPOConfig):
 
     def critic_config(self) -> CriticConfig:
         """The critic's part of these settings."""
+        rate = self.critic_learning_rate
         return CriticConfig(
             hidden_size=self.critic_hidden_size,
             features=tuple(self.critic_features),
-            learning_rate=self.critic_learning_rate,
+            learning_rate=CRITIC_LEARNING_RATES[self.critic] if rate is None else rate,
             weight_decay=self.critic_weight_decay,
             epochs=self.critic_epochs,
             gradient_clip=self.critic_gradient_clip,
@@ -232,12 +242,22 @@ class CompPOConfig(GRPOConfig):
             gate_trace=self.gate_trace,
             gate_control=self.gate_control,
             baseline=self.baseline,
-            scale={True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards),  # type: ignore[call-overload]
+            # TRL also takes booleans here, and turns them into names only in its own checks
+            scale={"True": "group", "False": "none"}.get(str(self.scale_rewards), str(self.scale_rewards)),
             redistribution=self.redistribution,
             negative_redistribution=self.negative_redistribution,
             prefix_prior=self.prefix_prior,
             seed=self.seed,
         )
+
+    def reads_attention(self) -> bool:
+        """Whether these settings need attention statistics at all; without them any architecture will do."""
+        pipeline = self.pipeline_config()
+        if pipeline.has_critic:
+            gated = pipeline.operator == "comp_gae" and self.gate_statistic in ATTENTION_STATISTICS
+            return gated or (self.critic == "tac" and bool({"routing", "statistic"} & set(self.critic_features)))
+        spread = {self.redistribution, self.negative_redistribution}
+        return pipeline.reads_computation and "statistic" in spread and self.gate_statistic in ATTENTION_STATISTICS
 
     def gate_layers_read(self) -> str | tuple[int, ...]:
         """`gate_layers` as the reader takes it.

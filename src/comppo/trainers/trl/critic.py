@@ -50,9 +50,7 @@ class CriticRunner:
             actor_parameters = sum(p.numel() for p in actor.parameters())
             check_parameter_share(self.module, actor_parameters, self.config.max_parameter_share)
         else:
-            self.module = StandardCritic(
-                actor, reward_min=self.config.reward_min, reward_max=self.config.reward_max
-            )
+            self.module = StandardCritic(actor, reward_min=self.config.reward_min, reward_max=self.config.reward_max)
         self.module.to(next(actor.parameters()).device)
         self.optimizer = critic_optimizer(self.module, self.config)
         self.scheduler: Any = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from comppo.computation import Computation, read_computation, require_readable
+from comppo.computation import ATTENTION_STATISTICS, Computation, read_computation, require_readable
 from comppo.critic import CriticInputs
 from comppo.errors import ConfigError, RunExistsError, TaskError
 from comppo.evidence.rollout import trainable_mask
@@ -85,8 +85,8 @@ class CompPOTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}: pass a CompPOConfig (every field of GRPOConfig is in it)."
             )
         _require_prompts(train_dataset, kwargs.get("environment_factory"))
-        layers = args.gate_layers_read()
-        if args.pipeline_config().reads_computation:
+        layers: Any = args.gate_layers_read()
+        if args.reads_attention():
             require_readable(_config_of(model, args), layers=layers)
         reward_funcs = _checked(reward_funcs, args, train_dataset)
         if kwargs.get("rollout_func") is not None:
@@ -138,19 +138,22 @@ class CompPOTrainer(GRPOTrainer):
         vision = {name: batch[name] for name in VISION_INPUTS if name in batch}
         rows = self.args.per_device_train_batch_size
 
-        def score(model: Any, input_ids: Tensor, attention_mask: Tensor, completion_length: int) -> tuple[Tensor, Tensor]:
+        def score(
+            model: Any, input_ids: Tensor, attention_mask: Tensor, completion_length: int
+        ) -> tuple[Tensor, Tensor]:
             logps, entropies, _ = self._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, completion_length, batch_size=rows, compute_entropy=True, **vision
             )
             return logps, entropies
 
+        attention, statistic = self.args.reads_attention(), self.args.gate_statistic
         return read_computation(
             self.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
-            statistic=self.args.gate_statistic,
-            layers=self._layers,
+            statistic=statistic if attention or statistic not in ATTENTION_STATISTICS else "output_entropy",
+            layers=self._layers if attention else (),
             sink_tokens=self.args.gate_sink_tokens,
             hidden_layers=tuple(self.args.critic_hidden_layers),
             score=score,
