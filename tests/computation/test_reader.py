@@ -328,3 +328,18 @@ def test_a_reader_can_be_used_again_but_not_twice_at_once(build, padded):
         assert reader.statistic("collision").shape[0] == 4
     with reader, pytest.raises(ConfigError, match="already"), reader:
         pass
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_calls_that_are_not_causal_are_not_read_as_causal(implementation, build):
+    """A four-dimensional mask says all there is to say; eager attention without one hides nothing."""
+    from comppo.computation.reader import _reduce_call
+
+    torch.manual_seed(0)
+    module, query, key = build("llama").model.layers[0].self_attn, torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    both_ways = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    both_ways[..., 4] = False
+    stats = _reduce_call(implementation, module, query, key, both_ways, {}, None, slice(0, 6))
+    assert (stats.visible_keys == 5).all()
+    stats = _reduce_call(implementation, module, query, key, None, {}, None, slice(0, 6))
+    assert stats.visible_keys[0, 0].tolist() == ([6] * 6 if implementation == "eager" else [1, 2, 3, 4, 5, 6])

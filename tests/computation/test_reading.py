@@ -238,3 +238,15 @@ def test_trl_s_fused_head_as_the_score(lora, build):
     got = read_computation(model, *layout(6, 7), micro_batch_size=2, score=score)
     for row, tokens in enumerate(RESPONSES):
         assert_equal_computation(got, want, tokens, row, row)
+
+
+def test_the_first_position_of_a_sequence_has_no_change(build):
+    """A prompt of one token, alone and behind padding: nothing stands before the position that emits the response."""
+    model = build("gpt2")
+    ids = torch.tensor([[0, 0, 5, 6, 7]])
+    for start in (0, 1, 2):
+        read = read_computation(
+            model, ids[:, start:], (ids != 0)[:, start:], 2, statistic="hidden_change", layers="all"
+        )
+        assert read.statistic[0, 0] == 0 and read.statistic[0, 1] > 0
+        assert (read.routing[0, 0] == 0).all() and (read.sink_mass[0, 0] - 1).abs() < 1e-6

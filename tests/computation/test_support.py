@@ -125,3 +125,7 @@ def test_importing_loads_neither_transformers_nor_trl(package):
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_cross_attention_is_not_the_model_s_own(config_of):
+    assert readable_layers(config_of("gpt2", add_cross_attention=True, is_decoder=True)) == [0, 1]
