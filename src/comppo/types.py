@@ -102,4 +102,4 @@ class TransportOperator(Protocol):
         """What is carried: TD errors, or the terminal residual; 0 at masked slots."""
 
     def kernel(self, evidence: Evidence) -> Float[Tensor, "rows tokens tokens"]:
-        """How it is carried: K[b, t, u], the share of the delta at u that reaches t; 0 for u < t and at masked slots."""
+        """How it is carried: K[b, t, u], share of the delta at u that reaches t; 0 for u < t and at masked slots."""

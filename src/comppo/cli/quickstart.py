@@ -120,6 +120,11 @@ def running(specs: dict[str, Path]) -> Iterator[dict[str, "subprocess.Popen[byte
 def watch(workers: dict[str, "subprocess.Popen[bytes]"], specs: dict[str, Path], steps: int) -> None:
     """Show progress until both have ended.
 
+    Args:
+        workers: the process of each arm, as `running` gives them.
+        specs: the spec file of each arm; its log lies beside it.
+        steps: training steps that each arm takes.
+
     Raises:
         ComppoError: an arm failed; names its log.
     """

@@ -186,10 +186,17 @@ def load(script: Any, seed: int) -> Any:
 
 
 def check_output(folder: Path, *, resume: bool) -> int | None:
-    """The step to resume from, or None for a new run.
+    """Make sure that a run may write here, and say where it starts.
+
+    Args:
+        folder: the run's `output_dir`; need not exist.
+        resume: whether the run goes on from the last checkpoint in it.
+
+    Returns:
+        The step of that checkpoint, or None for a new run.
 
     Raises:
-        RunExistsError: the folder holds a run and `resume` is false.
+        RunExistsError: the folder holds a run and `resume` is false, or a finished run and `resume` is true.
         ConfigError: there is nothing to resume.
     """
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
@@ -206,6 +213,7 @@ def check_output(folder: Path, *, resume: bool) -> int | None:
         raise RunExistsError(f"the run in {str(folder)!r} is finished: choose another output_dir for a new one.")
     if not checkpoints:
         raise ConfigError(
-            f"--resume: {str(folder)!r} holds no checkpoint. Start without --resume, with save_strategy and save_steps set."
+            f"--resume: {str(folder)!r} holds no checkpoint. Start without --resume, with save_strategy and "
+            "save_steps set."
         )
     return int(checkpoints[-1].name.rpartition("-")[2])

@@ -164,7 +164,14 @@ class TransportAlignedCritic(Critic):
 
 
 def parameter_share(critic: nn.Module, actor_parameters: int) -> float:
-    """Trainable parameters of the critic for each parameter of the actor, unitless.
+    """Size of the critic beside the actor.
+
+    Args:
+        critic: any module; only parameters with `requires_grad` count.
+        actor_parameters: parameter count of the actor, at least 1.
+
+    Returns:
+        Trainable parameters of the critic for each parameter of the actor, unitless.
 
     Raises:
         ConfigError: `actor_parameters` is below 1.

@@ -91,7 +91,14 @@ class StandardCritic(Critic):
 
 
 def copied_backbone(actor: nn.Module) -> nn.Module:
-    """A deep copy of the Transformer without its language-model head, adapters merged, hooks and caches removed.
+    """Copy the Transformer without its language-model head, for a critic of its own.
+
+    Args:
+        actor: a causal language model or a PEFT model around one, unwrapped and unsharded; left as it is.
+
+    Returns:
+        A deep copy with adapters merged, forward and backward hooks removed, and activation checkpointing off; dtype
+        and device of the actor.
 
     Raises:
         ConfigError: neither `get_decoder()` nor `base_model` gives a backbone with parameters.

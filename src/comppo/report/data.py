@@ -131,11 +131,14 @@ class Run:
 
 
 def wilson_interval(accuracy: float, count: int) -> tuple[float, float]:
-    """95% interval of a binomial proportion, after Wilson 1927; both ends in [0, 1].
+    """95% interval of a binomial proportion, after Wilson 1927.
 
     Args:
         accuracy: observed share of successes, in [0, 1].
         count: trials, at least 1.
+
+    Returns:
+        Lower and upper end, in [0, 1].
     """
     z = 1.959963984540054
     centre = (accuracy + z * z / (2 * count)) / (1 + z * z / count)
@@ -146,6 +149,12 @@ def wilson_interval(accuracy: float, count: int) -> tuple[float, float]:
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
     """Read run folders, in the order given, with labels that tell them apart.
+
+    Args:
+        folders: run folders as `comppo.study.record` writes them; at least one, each once.
+
+    Returns:
+        One run per folder, in the same order.
 
     Raises:
         RecordError: no folder was given, one was given twice, or one does not hold a valid run.

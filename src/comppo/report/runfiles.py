@@ -24,7 +24,13 @@ class RecordError(ComppoError, ValueError):
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, with NaN and infinities read as None.
+    """Read a JSON file.
+
+    Args:
+        path: a UTF-8 file.
+
+    Returns:
+        Its content, with NaN and infinities as None.
 
     Raises:
         RecordError: the file is missing, unreadable or not JSON.
@@ -42,10 +48,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, in the order they were written; NaN and infinities as None.
+    """Read a `metrics.jsonl`.
 
-    A last line that was cut off in the middle (the run was killed while writing) is left out. A file that does not
-    exist holds no rows.
+    A last line that was cut off in the middle (the run was killed while writing) is left out.
+
+    Args:
+        path: one JSON object a line; a file that does not exist holds no rows.
+
+    Returns:
+        The rows in the order they were written, NaN and infinities as None.
 
     Raises:
         RecordError: another line is not a JSON object.
@@ -54,10 +65,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def numbered_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """`read_metrics` with the number of each line, counted from 1.
+    """The rows of `read_metrics`, each behind the number of its line in the file, counted from 1.
 
-    Raises:
-        RecordError: a line other than a torn last one is not a JSON object.
+    RecordError where a line other than a torn last one is not a JSON object.
     """
     if not path.exists():
         return

@@ -47,11 +47,14 @@ def _shown(character: str, first: bool, layout: bool) -> Iterator[Piece]:
 
 
 def pieces(text: str, *, layout: bool = False) -> list[Piece]:
-    """`text` with a mark for each character that has no shape of its own.
+    """Split `text` into stretches that can be shown and marks for what has no shape of its own.
 
     Args:
         text: anything, lone surrogates included.
         layout: keep spaces, tabs and line breaks as they are, for running text; otherwise they are marked as well.
+
+    Returns:
+        Pieces in the order of the text, at least one: empty text is a single mark.
     """
     if not text:
         return [Piece("∅", True)]

@@ -22,11 +22,7 @@ TITLES = {"grpo": "GRPO", "comppo": "CompPO", "prefix_tree": "Prefix tree + redi
 
 
 def arm_settings(name: str) -> dict[str, Any]:
-    """The settings of an arm.
-
-    Raises:
-        ConfigError: there is no such arm.
-    """
+    """The `CompPOConfig` settings of an arm, as a new dictionary; ConfigError where there is no such arm."""
     if name not in ARMS:
         raise ConfigError(f"arm {name!r} is unknown: choose one of {', '.join(ARMS)}.")
     return dict(ARMS[name])

@@ -36,11 +36,15 @@ def versions(packages: Sequence[str] = RECORDED_PACKAGES) -> dict[str, str | Non
 
 
 def plain(value: Any, *, infinity: str | None = None) -> Any:
-    """`value` as what JSON can hold: NaN becomes None, tensors and arrays become numbers or lists.
+    """Turn `value` into what JSON can hold.
 
     Args:
         value: numbers, text, lists, sets, mappings, dataclasses, enums, paths, tensors, arrays, and any nesting.
         infinity: what infinity becomes, with a "-" before it where it is negative; None for None.
+
+    Returns:
+        None, booleans, integers, finite floats, text, lists, and dictionaries with text as keys: NaN becomes None,
+        tensors and arrays become numbers or lists, sets become lists in the order of their items' repr.
 
     Raises:
         ConfigError: there is no plain form for a value's type.
@@ -97,6 +101,13 @@ class RunRecorder:
 
         Metrics of later steps are dropped, since those steps are taken again, and so is a last line that was cut off.
 
+        Args:
+            folder: run folder of the stopped run.
+            step: last training step whose metrics are kept.
+
+        Returns:
+            A recorder that appends to the records in `folder`.
+
         Raises:
             ConfigError: the folder holds no run.
             RunExistsError: the run is finished.
@@ -136,6 +147,9 @@ class RunRecorder:
             name: such as "run.json", without a path.
             content: anything `plain` accepts.
 
+        Returns:
+            Path of the file that was written.
+
         Raises:
             ConfigError: the name is a path or does not end in .json, or a value has no plain form.
         """
@@ -150,6 +164,9 @@ class RunRecorder:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, the last file of a run, with `status` set to "finished".
+
+        Args:
+            result: outcome of the run, anything `plain` accepts; a `status` in it is replaced.
 
         Raises:
             RunExistsError: the run was finished before.

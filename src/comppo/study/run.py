@@ -48,11 +48,7 @@ class RunSpec:
 
     @classmethod
     def read(cls, path: Path) -> "RunSpec":
-        """Read a spec from a JSON file.
-
-        Raises:
-            ConfigError: the file holds a field that a spec does not have.
-        """
+        """Read a spec from a JSON file; ConfigError where it holds a field that a spec does not have."""
         content = json.loads(path.read_text(encoding="utf-8"))
         unknown = set(content) - {f.name for f in fields(cls)}
         if unknown:
@@ -187,6 +183,9 @@ def recorded_training(
 
 def execute(spec: RunSpec) -> dict[str, Any]:
     """Run one spec in this process.
+
+    Args:
+        spec: what to run; its folder must not hold a run.
 
     Returns:
         What stands in `result.json`.

@@ -29,6 +29,10 @@ def save(folder: Path, critic: CriticRunner | None, counters: dict[str, int]) ->
 def load(folder: Path, critic: CriticRunner | None) -> dict[str, int]:
     """Restore what `save` wrote, strictly.
 
+    Args:
+        folder: a checkpoint folder.
+        critic: changed in place: weights, optimiser and schedule; None for an operator without a critic.
+
     Returns:
         The counters that were saved.
 

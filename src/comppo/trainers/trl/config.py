@@ -260,11 +260,7 @@ class CompPOConfig(GRPOConfig):
         return pipeline.reads_computation and "statistic" in spread and self.gate_statistic in ATTENTION_STATISTICS
 
     def gate_layers_read(self) -> str | tuple[int, ...]:
-        """`gate_layers` as the reader takes it.
-
-        Raises:
-            ConfigError: it is neither a name nor a list of indices.
-        """
+        """`gate_layers` as the reader takes it; ConfigError where it is neither a name nor a list of indices."""
         if self.gate_layers in ("middle", "all"):
             return self.gate_layers
         try:

@@ -91,12 +91,16 @@ class CriticRunner:
             return torch.cat([self.module(inputs.rows(slice(at, at + size))) for at in range(0, rows, size)])
 
     def fit(self, inputs: CriticInputs, returns: Tensor, *, generations: int) -> dict[str, float]:
-        """Fit on one generation; returns metrics, the explained variance *before* the fit among them.
+        """Fit on one generation.
 
         Args:
             inputs: of this process's responses.
             returns: (rows, tokens), reward units.
             generations: how many the whole run has, for the schedule.
+
+        Returns:
+            Numbers to log, by name: explained variance *before* the fit, loss before and after it, gradient norm,
+            learning rate, and how many updates were skipped.
         """
         self._schedule(generations)
         rate = self.scheduler.get_last_lr()[0]

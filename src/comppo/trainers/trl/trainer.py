@@ -1,7 +1,7 @@
 """`CompPOTrainer`: TRL's `GRPOTrainer` with credit per token. Only overrides that wrap `super()`; the loss is TRL's."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,9 +57,9 @@ class CompPOTrainer(GRPOTrainer):
         UnreadableModelError: the model's attention cannot be read; names the layers and why.
     """
 
-    _tag_names = ["trl", "comppo"]
+    _tag_names: ClassVar = ["trl", "comppo"]
     _name = "CompPO"
-    _paper = {
+    _paper: ClassVar = {
         "title": "Let Credit Follow Computation: Architecture-Aware Credit Transport for Large Language Model "
         "Reinforcement Learning",
         "id": "2608.21501",
@@ -282,6 +282,13 @@ class CompPOTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train; refuses to overwrite the checkpoints of an earlier run.
 
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the last one in `output_dir`; as in Transformers.
+            **kwargs: every other argument of `Trainer.train`.
+
+        Returns:
+            Transformers' `TrainOutput`.
+
         Raises:
             RunExistsError: `output_dir` holds checkpoints and `resume_from_checkpoint` is not given.
         """
@@ -290,8 +297,8 @@ class CompPOTrainer(GRPOTrainer):
         fresh = not (resume_from_checkpoint or self.args.resume_from_checkpoint)
         if fresh and kept and self.state.global_step == 0:
             raise RunExistsError(
-                f"output_dir={str(folder)!r} already holds {kept[-1].name}: choose another folder, or continue that run "
-                "with resume_from_checkpoint=True. Nothing was overwritten."
+                f"output_dir={str(folder)!r} already holds {kept[-1].name}: choose another folder, or continue that "
+                "run with resume_from_checkpoint=True. Nothing was overwritten."
             )
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -383,8 +390,8 @@ def _require_prompts(dataset: Any, environment: Any) -> None:
     columns = getattr(dataset, "column_names", None)
     if environment is None and columns is not None and "prompt" not in columns:
         raise TaskError(
-            f"train_dataset has the columns {list(columns)}, but no 'prompt': rename the column that holds the prompts, "
-            "e.g. dataset.rename_column('question', 'prompt')."
+            f"train_dataset has the columns {list(columns)}, but no 'prompt': rename the column that holds the "
+            "prompts, e.g. dataset.rename_column('question', 'prompt')."
         )
 
 
