@@ -5,7 +5,8 @@ from pathlib import Path
 from comppo.errors import TaskError
 
 BUNDLED = {"chain": Path(__file__).parent / "bundled" / "chain"}
-"""Folders of the bundled base models, by task."""
+"""Folders of the bundled base models, by task. Each holds a `card.json` with its measured accuracies: the chain model
+keeps to the format at its default size and below, and loses it on longer problems."""
 
 
 def resolve_model(name: str) -> str:

@@ -5,9 +5,10 @@ A prompt gives one start digit per chain, then statements in random order over t
     a3 b7 ca+5 db@2 ?c>
 
 `ca+5` defines c from the earlier variable a and the digit 5. A response restates every statement as
-`name, parent, value of the parent, operation, digit, name, result, mark` and ends in `#`, the answer and end of text:
+`name, parent, value of the parent, operation, digit, name, result, mark` and ends in the asked name, `#`, the answer
+and end of text:
 
-    ca3+5c8.db7@2d9!#8
+    ca3+5c8.db7@2d9!c#8
 
 Both operations are one-to-one in the looked-up value, so one wrong digit on the asked chain never heals by itself,
 while wrong digits on other chains cost nothing: few tokens decide the reward. The mark is chosen freely and decides
@@ -49,7 +50,7 @@ RESULTS: NDArray[np.int64] = np.stack([(_x + _y) % 10, (3 * _x + 7 * _y + 4) % 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainConfig:
-    """Size of the task. A response has `8 * length * (distractors + 1) + 3` tokens, end of text included."""
+    """Size of the task. A response has `8 * length * (distractors + 1) + 4` tokens, end of text included."""
 
     length: int = 3
     """Operations on the asked chain, at least 1."""
@@ -82,7 +83,7 @@ class ChainConfig:
     @property
     def completion_length(self) -> int:
         """Tokens of a well-formed response, end of text included."""
-        return LINE_LENGTH * self.statements + 3
+        return LINE_LENGTH * self.statements + 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -166,10 +167,10 @@ def render_responses(
     statements = problems.chains.shape[1]
     letters, digits = np.array(list(LETTERS)), np.array(list(DIGITS))
     operations, marks = np.array(list(OPERATIONS)), np.array(list(MARKS))
-    parents, _ = problems.parents()
+    parents, last = problems.parents()
     rows, values = np.arange(count), problems.starts.copy()
-    cumulative: NDArray[np.float64] | None = None if table is None else np.cumsum(table, axis=-1)
-    text = np.full((count, LINE_LENGTH * statements + 2), MARKS[0], dtype="U1")
+    cumulative = None if table is None else np.cumsum(table, axis=-1)
+    text = np.full((count, LINE_LENGTH * statements + 3), MARKS[0], dtype="U1")
     for line in range(statements):
         chain, operation, y = problems.chains[:, line], problems.operations[:, line], problems.operands[:, line]
         x = values[rows, chain]
@@ -178,7 +179,7 @@ def render_responses(
         z = RESULTS[operation, x, y]
         if rng is not None:
             if cumulative is not None:
-                z = np.minimum((rng.random(count)[:, None] > cumulative[operation, x, y]).sum(1), 9)
+                z = np.minimum((rng.random((count, 1)) > cumulative[operation, x, y]).sum(1), 9)
             text[:, LINE_LENGTH * (line + 1) - 1] = marks[rng.integers(0, len(MARKS), count)]
         values[rows, chain] = z
         name = letters[chains + line]
@@ -186,6 +187,7 @@ def render_responses(
         for offset, column in enumerate(columns):
             text[:, LINE_LENGTH * line + offset] = column
     answers = digits[values[rows, problems.asked]]
+    text[:, -3] = letters[last[rows, problems.asked]]
     text[:, -2], text[:, -1] = "#", answers
     return ["".join(row) for row in text], answers.tolist()
 

@@ -49,7 +49,7 @@ class ParsedPrompt:
         """Token indices, in a well-formed response, of the digits that decide the reward: the looked-up value and the
         result of each relevant line, and the answer."""
         lines = [LINE_LENGTH * line for line, statement in enumerate(self.statements) if statement.relevant]
-        answer = LINE_LENGTH * len(self.statements) + 1
+        answer = LINE_LENGTH * len(self.statements) + 2
         return [at for line in lines for at in (line + VALUE_OFFSET, line + RESULT_OFFSET)] + [answer]
 
 

@@ -23,17 +23,21 @@ from comppo.tasks.chain_steps import parse_prompt
 from comppo.tasks.demonstrator import demonstrate, demonstrator_accuracy
 from comppo.tasks.tokenizer import make_tokenizer
 
-SIZES = tuple((n, d) for d in range(4) for n in range(1, 7) if n * (d + 1) <= 18)
+SIZES = tuple((n, d) for d in range(3) for n in range(1, 6))
 """(length, distractors) that pretraining mixes, each equally likely."""
-SHORT_SIZES = tuple((n, d) for n, d in SIZES if n * (d + 1) <= 4)
-"""Those of the first fifth of the steps: looking up a value is learned much faster on short responses."""
-TOKENS_PER_STEP = 4096
+CURRICULUM = ((0.2, 3), (0.6, 8), (1.0, 15))
+"""Up to this share of the steps, only sizes with at most so many statements: looking up is learned faster on few."""
+LINE_WEIGHTS = (1.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 0.1)
+"""Loss weights of a line's tokens: more for what is looked up or computed, little for the mark, which is noise."""
+END_WEIGHTS = (1.0, 1.0, 4.0, 1.0)
+"""Loss weights of the asked name, `#`, the answer and end of text."""
+TOKENS_PER_STEP = 2048
 """Tokens of a batch, prompts included; longer problems come in smaller batches."""
 POSITIONS = 384
 """The longest possible problem (25 statements) has 334 tokens."""
-STEPS, PEAK = 4000, 3e-3
+STEPS, PEAK = 6000, 4e-3
 """Steps and peak learning rate of the bundled model."""
-MEASURED_SIZES = ((2, 0), (3, 1), (4, 1), (5, 1), (5, 2), (6, 2))
+MEASURED_SIZES = ((2, 1), (3, 1), (4, 1), (5, 1), (5, 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +108,20 @@ def train(model: Any, *, steps: int, seed: int, peak: float) -> float:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak)
-        sizes = SHORT_SIZES if step < steps // 5 else SIZES
+        most = next(lines for share, lines in CURRICULUM if step < share * steps)
+        sizes = [(n, d) for n, d in SIZES if n * (d + 1) <= most]
         ids, prompt_length = draw_batch(rng, *sizes[rng.integers(len(sizes))])
+        lines = (ids.shape[1] - prompt_length) // chain.LINE_LENGTH
+        weights = torch.tensor(LINE_WEIGHTS * lines + END_WEIGHTS)
         logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=ids.shape[1] - prompt_length).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, prompt_length:].flatten())
+        targets = ids[:, prompt_length:]
+        token_losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        loss = (token_losses * weights).mean() / weights.mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(token_losses.mean().item())
         if step % 100 == 99:
             seconds = time.monotonic() - started
             print(f"step {step + 1}/{steps}: loss {np.mean(losses[-100:]):.4f}, {seconds:.0f} s", flush=True)
@@ -158,8 +167,9 @@ def measure(model: Any, tokenizer: Any, *, length: int, distractors: int, count:
 
 def well_formed(prompt: str, response: str) -> bool:
     """Whether a response restates every statement, has digits and marks where they belong, and answers."""
-    statements = parse_prompt(prompt).statements
-    if len(response) != chain.LINE_LENGTH * len(statements) + 2:
+    parsed = parse_prompt(prompt)
+    statements = parsed.statements
+    if len(response) != chain.LINE_LENGTH * len(statements) + 3:
         return False
     for index, statement in enumerate(statements):
         line = response[chain.LINE_LENGTH * index : chain.LINE_LENGTH * (index + 1)]
@@ -178,7 +188,7 @@ def well_formed(prompt: str, response: str) -> bool:
             return False
         if line[2] not in chain.DIGITS or line[6] not in chain.DIGITS or line[7] not in chain.MARKS:
             return False
-    return response[-2] == "#" and response[-1] in chain.DIGITS
+    return response[-3:-1] == parsed.asked + "#" and response[-1] in chain.DIGITS
 
 
 def make_base_model(
@@ -188,7 +198,7 @@ def make_base_model(
     seed: int = 0,
     size: ModelSize | None = None,
     peak: float = PEAK,
-    measured: int = 2048,
+    measured: int = 512,
 ) -> Path:
     """Train a base model for `chain` and save it with its tokenizer and `card.json`.
 

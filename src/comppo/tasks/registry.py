@@ -105,7 +105,8 @@ def nearest(name: str, choices: list[str]) -> str:
 
 def is_local(spec: str) -> bool:
     """Whether a spec means a path on this machine."""
-    return Path(spec).suffix.lower() in DATA_SUFFIXES or spec.startswith((".", "/", "~")) or Path(spec).exists()
+    path = Path(spec)
+    return bool(spec) and (path.suffix.lower() in DATA_SUFFIXES or spec.startswith((".", "/", "~")) or path.exists())
 
 
 def _kind(spec: str) -> str:
