@@ -61,9 +61,12 @@ def generate_responses(
     Args:
         model: a causal model with `generate`.
         tokenizer: its tokenizer.
-        prompts: strings, or lists of messages, for which the tokenizer needs a chat template.
+        prompts: at least one; strings, or lists of messages, for which the tokenizer needs a chat template.
         max_new_tokens: most tokens of a response.
         do_sample: sample (uses torch's random state) instead of taking the most probable token.
+
+    Returns:
+        One response per prompt, in the order of the prompts; its ids stop after the first end of text.
     """
     from transformers import GenerationConfig
 
@@ -113,6 +116,10 @@ def greedy_accuracy(
         reward_func: plain function in TRL's convention.
         max_new_tokens: most tokens of a response, at least 1.
         batch_size: prompts at a time, at least 1.
+
+    Returns:
+        Mean reward (reward units) over the scored responses, their count, and mean length (tokens) and number of
+        unfinished ones over all responses.
 
     Raises:
         ConfigError: no rows, a number out of range, or an async reward function.

@@ -36,6 +36,12 @@ _COMMANDS, _WORDS = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]{2}")
 def completion_text(completion: Any) -> str:
     """The text of a completion: a string, or the content of the last message of a conversation.
 
+    Args:
+        completion: a string, or a list of messages, whose content may be a string, a list of parts or None.
+
+    Returns:
+        The text; the texts of several parts are joined, and content None is the empty string.
+
     Raises:
         RewardError: it is neither.
     """
@@ -102,6 +108,12 @@ REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify":
 def load_reward(spec: str) -> RewardFunction:
     """Find a reward function by name, or as `module:function` (modules of the current folder included).
 
+    Args:
+        spec: a key of `REWARDS`, or `module:function`; the module is imported.
+
+    Returns:
+        The function as it is, plain or async; its results are not checked (see `checked_reward`).
+
     Raises:
         RewardError: `spec` names none; the message says what was wrong.
     """
@@ -140,6 +152,14 @@ def is_async(function: Any) -> bool:
 
 def checked_scores(scores: Any, count: int, name: str) -> list[float | None]:
     """`scores` as floats and Nones.
+
+    Args:
+        scores: what a reward function returned: an iterable, array or tensor of shape (count,), reward units.
+        count: completions that were to be scored.
+        name: the reward function's name, for messages.
+
+    Returns:
+        `count` rewards, reward units; NaN and None stay as they are, and booleans become 0 and 1.
 
     Raises:
         RewardError: there are not `count` of them, or one is not a number (or None, or NaN) that fits in float32.
@@ -183,6 +203,12 @@ def checked_reward(function: RewardFunction) -> RewardFunction:
     """`function` with its result checked at every call, plain or async as it was, under the same `__name__`.
 
     None and NaN pass: such responses count as unscorable. What the function itself raises passes too.
+
+    Args:
+        function: a reward function in TRL's convention.
+
+    Returns:
+        A function that takes `completions` by keyword and gives one float or None per completion, reward units.
 
     Raises:
         RewardError: (when called) a wrong number of rewards, or one that is no number or infinite.
@@ -249,6 +275,15 @@ def time_limited(function: RewardFunction, seconds: float) -> RewardFunction:
     which Python cannot end; it keeps its processor until it returns or the program ends, and one that never lets go of
     the interpreter lock (a long call into C) holds up training all the same. An async function is cancelled at its next
     await. In the thread math-verify's own limits do not work (see `math_verify`).
+
+    Args:
+        function: a reward function in TRL's convention, plain or async.
+        seconds: limit of one call, which scores a whole batch; more than 0.
+
+    Returns:
+        A function that takes `completions` by keyword, plain or async as `function` is, under the same `__name__`;
+        what `function` returns or raises in time passes unchecked, except that a TimeoutError that an async function
+        raises by itself also counts as given up.
 
     Raises:
         RewardError: `seconds` is not positive; or (when called) more than `MAX_ABANDONED` earlier calls still run.

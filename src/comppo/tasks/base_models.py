@@ -12,6 +12,12 @@ keeps to the format at its default size and below, and loses it on longer proble
 def resolve_model(name: str) -> str:
     """The folder of a bundled base model for "bundled" or "bundled:chain"; any other name as it is.
 
+    Args:
+        name: "bundled" (the chain model), "bundled:" and a key of `BUNDLED`, a folder or a hub name.
+
+    Returns:
+        A folder or hub name for `from_pretrained`.
+
     Raises:
         TaskError: "bundled:" with an unknown name.
     """

@@ -161,7 +161,11 @@ def render_responses(
         problems: problems of one size.
         rng: draws marks and errors; None gives the right response with the first mark everywhere.
         table: probabilities of each result digit, (2 operations, 10 values x, 10 digits y, 10 results z); None: right.
-        copy_error: share of look-ups that are replaced with a random digit.
+        copy_error: share of look-ups that are replaced with a random digit, unitless, in [0, 1].
+
+    Returns:
+        Texts of `8 * statements + 3` characters, which are the tokens, and the digit that each gives as its answer:
+        the right one unless an error was drawn on the asked chain.
     """
     count, chains = problems.starts.shape
     statements = problems.chains.shape[1]
@@ -200,8 +204,17 @@ def is_held_out(prompt: str) -> bool:
 def distinct_prompts(rng: np.random.Generator, count: int, *, config: ChainConfig, held_out: bool) -> dict[str, str]:
     """`count` different prompts of one side with their answers.
 
+    Args:
+        rng: draws the problems.
+        count: prompts wanted, at least 0.
+        config: gives `length` and `distractors`; its other fields are not used.
+        held_out: which side of `is_held_out`.
+
+    Returns:
+        The right answer, one digit, by prompt, in the order in which they were drawn.
+
     Raises:
-        TaskError: there are not that many (small sizes have few prompts).
+        TaskError: 20 batches of problems in a row held no new prompt of this side (small sizes have few).
     """
     found: dict[str, str] = {}
     barren = 0
@@ -230,6 +243,12 @@ def training_problems(rng: np.random.Generator, count: int, *, length: int, dist
 
 def chain_prompts(config: ChainConfig) -> tuple[dict[str, str], dict[str, str]]:
     """Training and held-out prompts with their answers, decided by `config` alone.
+
+    Args:
+        config: size of the task, numbers of prompts and seed.
+
+    Returns:
+        Right answers, one digit each, by prompt: `prompts` training ones, and `eval_prompts` held-out ones.
 
     Raises:
         TaskError: the size has too few different prompts.
@@ -265,6 +284,13 @@ def chain_reward(
         completions: texts without special tokens, or lists of messages.
         answer: right answers, one digit each.
         completion_ids: token ids with which TRL tells whether a response was cut off; None: taken as ended.
+
+    Returns:
+        One reward per completion, 0 or 1, reward units; never None.
+
+    Raises:
+        RewardError: a completion is neither a string nor a list of messages.
+        ValueError: completions, answers and ids differ in number.
     """
     texts = [completion_text(completion) for completion in completions]
     ids: Sequence[Sequence[int] | None] = completion_ids if completion_ids is not None else [None] * len(texts)

@@ -56,8 +56,14 @@ class ParsedPrompt:
 def parse_prompt(prompt: str) -> ParsedPrompt:
     """Take a chain prompt apart.
 
+    Args:
+        prompt: text of a prompt, as `chain.render_prompts` gives it.
+
+    Returns:
+        Start digits, statements in the order of the text, and the asked variable.
+
     Raises:
-        TaskError: the text is no chain prompt.
+        TaskError: the text is no chain prompt, or speaks of a variable that it does not define.
     """
     match = _PROMPT.fullmatch(prompt)
     if match is None:

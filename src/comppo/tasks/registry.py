@@ -45,10 +45,14 @@ def load_task(spec: str, *, seed: int = 0, params: Mapping[str, Any] | None = No
         seed: decides generated prompts and random splits; not negative.
         params: the task's parameters; `accepted_parameters` lists them.
 
+    Returns:
+        Training prompts, held-out prompts if there are any, and reward functions.
+
     Raises:
-        TaskError: unknown task or parameter, unusable data.
+        TaskError: unknown task or parameter, unusable data, a seed out of range.
         ConfigError: a parameter of `chain` is out of range.
         RewardError: a reward function cannot be found.
+        MissingExtraError: a reasoning_gym task without the package.
     """
     from comppo.tasks import local, procedural
 
@@ -70,8 +74,15 @@ def load_task(spec: str, *, seed: int = 0, params: Mapping[str, Any] | None = No
 def accepted_parameters(spec: str) -> list[str]:
     """Names of the parameters that `load_task(spec)` accepts.
 
+    Args:
+        spec: see the module's table.
+
+    Returns:
+        Names that `params` may hold; seed is an argument of its own and not among them.
+
     Raises:
         TaskError: the task is unknown.
+        MissingExtraError: a reasoning_gym task without the package.
     """
     from comppo.tasks import local, procedural
     from comppo.tasks.chain import ChainConfig
@@ -86,6 +97,10 @@ def accepted_parameters(spec: str) -> list[str]:
 
 def check_parameters(spec: str, params: Mapping[str, Any]) -> None:
     """Refuse parameters that the task does not have.
+
+    Args:
+        spec: see the module's table.
+        params: parameters by name; their values are not looked at.
 
     Raises:
         TaskError: naming the first unknown parameter and the accepted ones.
@@ -150,6 +165,15 @@ def as_messages(prompt: str) -> list[dict[str, str]]:
 
 def whole(spec: str, name: str, value: Any, least: int) -> int:
     """`value` if it is a whole number of at least `least`.
+
+    Args:
+        spec: the task's spec, for the message.
+        name: the parameter's name, for the message.
+        value: what the user gave; a bool is no whole number here.
+        least: smallest value allowed.
+
+    Returns:
+        `value`.
 
     Raises:
         TaskError: it is not.
