@@ -38,6 +38,22 @@ def comppo(*arguments, cwd):
     )
 
 
+@pytest.fixture
+def in_process(tmp_path, monkeypatch, capsys):
+    """The same command without the seconds that a new process needs for its imports."""
+
+    def run(*arguments):
+        from comppo.cli import main
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["comppo", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
 def recipe(folder, **changes):
     path = folder / "recipe.yaml"
     # JSON is YAML
@@ -93,29 +109,28 @@ def test_resume_continues_and_repeats_nothing(tmp_path):
         ({"task": None}, "task is missing"),
     ],
 )
-def test_bad_input_is_one_message(changes, message, tmp_path):
-    done = comppo("train", "--config", recipe(tmp_path, **changes), "--output_dir", "run", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_is_one_message(changes, message, tmp_path, in_process):
+    code, printed = in_process("train", "--config", recipe(tmp_path, **changes), "--output_dir", "run")
+    assert code == 2
+    assert message in printed
+    assert "Traceback" not in printed
     assert not (tmp_path / "run").exists()
 
 
-def test_a_data_set_without_prompts_and_a_bad_reward_are_named(tmp_path):
+def test_a_data_set_without_prompts_and_a_bad_reward_are_named(tmp_path, in_process):
     (tmp_path / "data.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 4)
     changes = {"task": "data.jsonl", "task_params": None, "reward_funcs": ["exact_match"]}
-    done = comppo("train", "--config", recipe(tmp_path, **changes), "--output_dir", "run", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "prompt" in done.stderr
-    assert "question" in done.stderr
+    code, printed = in_process("train", "--config", recipe(tmp_path, **changes), "--output_dir", "run")
+    assert code == 2
+    assert "prompt" in printed
+    assert "question" in printed
 
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 4)
     (tmp_path / "judges.py").write_text("def short(completions, **_):\n    return [0.0]\n")
     changes["reward_funcs"] = ["judges:short"]
-    done = comppo("train", "--config", recipe(tmp_path, **changes), "--output_dir", "run", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "short" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, printed = in_process("train", "--config", recipe(tmp_path, **changes), "--output_dir", "run")
+    assert code == 2
+    assert "short" in printed
 
 
 def test_help_lists_commands_without_heavy_imports(tmp_path):

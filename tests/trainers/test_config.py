@@ -24,7 +24,7 @@ from comppo.errors import ConfigError
         ({"critic": "huge"}, "critic='huge'"),
         ({"critic_features": ["smell"]}, "smell"),
         ({"redistribution": "luck"}, "redistribution='luck'"),
-        ({"gate_bootstrap": False, "gate_trace": False}, "nothing to gate"),
+        ({"gate_trace": False}, "nothing to gate"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
         ({"length_adaptive_alpha": 0.0}, "length_adaptive_alpha"),
     ],

@@ -62,7 +62,7 @@ def test_the_group_operator_is_trls_grpo_to_the_last_bit(tmp_path):
         {"gate_control": "position_mean"},
         {"gate_control": "constant"},
         {"gate_control": "inverted"},
-        {"gate_bootstrap": False, "length_adaptive_alpha": 0.05, "critic_lam": 1.0},
+        {"gate_bootstrap": True, "length_adaptive_alpha": 0.05, "critic_lam": 0.9},
         {
             "gate_statistic": "output_entropy",
             "gate_residualize": "position",
@@ -180,7 +180,8 @@ def test_observations_get_no_credit_but_carry_it(tmp_path, quiet_rollouts):
         rows = len(prompts)
         return {
             "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
-            "completion_ids": [[5, 6, 7, 8, 2 + row % 3] for row in range(rows)],
+            # Digits and letters in different shares, so that rewards differ
+            "completion_ids": [[5, 6 + 9 * (row % 2), 7, 8, 9 + 5 * (row % 3)] for row in range(rows)],
             "logprobs": [[-1.0] * 5] * rows,
             "env_mask": [[1, 1, 0, 0, 1]] * rows,
         }

@@ -11,6 +11,9 @@ from comppo.critic.bounded import AllReduce, Critic, CriticInputs, accumulation_
 from comppo.critic.head import CriticConfig
 from comppo.errors import ConfigError, EvidenceError
 
+ADAM_EPSILON = 1e-5
+"""As PPO implementations have it. With 1e-8 a parameter whose gradient is rounding noise moves by the full rate, and
+runs on one process and on several drift apart."""
 _BUCKET = 1 << 24
 """Gradient entries summed in one reduction."""
 
@@ -38,7 +41,7 @@ class FitReport:
 def critic_optimizer(critic: nn.Module, config: CriticConfig) -> torch.optim.AdamW:
     """AdamW over the critic's trainable parameters, with the config's learning rate and weight decay."""
     parameters = [p for p in critic.parameters() if p.requires_grad]
-    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, eps=ADAM_EPSILON)
 
 
 def explained_variance(

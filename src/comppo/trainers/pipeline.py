@@ -68,7 +68,7 @@ class PipelineConfig:
     """Name in the transport registry."""
     gamma: float = 1.0
     """Discount per token, in [0, 1]."""
-    lam: float = 0.95
+    lam: float = 1.0
     """Lambda of the policy's advantages, in [0, 1]."""
     critic_lam: float | None = None
     """Lambda of the critic's targets; None means `lam`."""
@@ -78,7 +78,7 @@ class PipelineConfig:
     """None: yes for operators with a critic, no for group operators."""
     gate: GateConfig = field(default_factory=GateConfig)
     """Bounds and slope of the gate."""
-    gate_bootstrap: bool = True
+    gate_bootstrap: bool = False
     """Whether the bootstrap value is gated."""
     gate_trace: bool = True
     """Whether the trace is gated."""

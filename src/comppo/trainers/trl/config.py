@@ -28,7 +28,9 @@ def _names(given: Any) -> str:
 class CompPOConfig(GRPOConfig):
     """Every field of TRL's `GRPOConfig`, with the same meaning, and the fields below.
 
-    The defaults are CompPO: attention concentration -> retention gate -> Comp-GAE with a transport-aligned critic.
+    The defaults are CompPO: attention concentration -> retention gate -> Comp-GAE with a transport-aligned critic. Two
+    of them differ from the paper's formula as we understand it, because measurement spoke against it on our task: the
+    gate stands on the trace alone (`gate_bootstrap`), and `lam` is 1. docs/defaults.md has the figures.
     `num_generations=1` is allowed with the operators that use a critic.
 
     Raises:
@@ -42,7 +44,13 @@ class CompPOConfig(GRPOConfig):
         },
     )
     gamma: float = field(default=1.0, metadata={"help": "Discount per token, in [0, 1]."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of GAE for the policy's advantages, in [0, 1]."})
+    lam: float = field(
+        default=1.0,
+        metadata={
+            "help": "Lambda of GAE for the policy's advantages, in [0, 1]. Below 1 it forgets the outcome within "
+            "1 / (1 - lam) tokens: see docs/defaults.md."
+        },
+    )
     critic_lam: float | None = field(
         default=None, metadata={"help": "Lambda of the critic's targets, in [0, 1]; the policy's lambda if not given."}
     )
@@ -82,7 +90,12 @@ class CompPOConfig(GRPOConfig):
         default="log_keys",
         metadata={"help": "What is regressed out of the statistic within the batch: log_keys, position or none."},
     )
-    gate_bootstrap: bool = field(default=True, metadata={"help": "Gate the bootstrap value."})
+    gate_bootstrap: bool = field(
+        default=False,
+        metadata={
+            "help": "Gate the bootstrap value too, so that the gate discounts. Off by default: see docs/defaults.md."
+        },
+    )
     gate_trace: bool = field(default=True, metadata={"help": "Gate the trace of later TD errors."})
     gate_control: str | None = field(
         default=None,
