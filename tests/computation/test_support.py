@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from comppo.computation import ComputationReader, readable_layers, require_readable
+from comppo.computation.support import as_model, map_model
 from comppo.errors import ConfigError, UnreadableModelError
 
 HYBRIDS = {
@@ -115,6 +116,71 @@ def test_configurations_of_other_models_are_refused():
 
     with pytest.raises(UnreadableModelError, match="ViTConfig is not a causal language model"):
         readable_layers(ViTConfig())
+
+
+TEXT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SEEING = {
+    "qwen2_vl": {"vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 4}},
+    "qwen2_5_vl": {"vision_config": {"depth": 2, "hidden_size": 32, "num_heads": 4}},
+    "gemma3": {"vision_config": VISION | {"image_size": 28, "patch_size": 14}},
+    "smolvlm": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": VISION},
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", SEEING)
+def test_models_that_see_images_are_read_in_their_text_layers(name, named):
+    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    config = CONFIG_MAPPING[name](**({"text_config": TEXT} | SEEING[name]))
+    if named:
+        config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__]
+    assert require_readable(config, layers="all") == (0, 1)
+    # The vision tower is as deep: its layers must not be taken for the decoder's
+    assert "vision" not in type(map_model(as_model(config)).decoder).__name__.lower()
+    with pytest.raises(UnreadableModelError, match=r"flex_attention.*sdpa"):
+        require_readable(config, attn_implementation="flex_attention")
+
+
+def test_the_requested_attention_overrides_the_configuration_s(config_of):
+    config = config_of("llama")
+    for refused in ("flex_attention", "paged|sdpa", {"": "flex_attention"}, {"text_config": "flex_attention"}):
+        with pytest.raises(UnreadableModelError, match=r"attn_implementation=.*sdpa"):
+            require_readable(config, attn_implementation=refused)
+    config._attn_implementation = "flex_attention"
+    for accepted in ("sdpa", "flash_attention_2", {"text_config": "sdpa", "vision_config": "flex_attention"}):
+        assert require_readable(config, layers="all", attn_implementation=accepted) == (0, 1)
+
+
+def test_without_evidence_the_check_is_put_off(config_of, build, monkeypatch):
+    from transformers import LlamaConfig
+
+    class RemoteConfig(LlamaConfig):
+        """As if from code of the model's own: no auto class knows it."""
+
+        model_type = "remote"
+
+    config = RemoteConfig(**config_of("llama").to_dict())
+    config.architectures = ["RemoteForCausalLM"]
+    config.auto_map = {"AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM"}
+    assert require_readable(config) is None
+    with pytest.raises(ConfigError, match="middle"):
+        require_readable(config, layers="upper")
+    with pytest.raises(UnreadableModelError, match="flex_attention"):
+        require_readable(config, attn_implementation="flex_attention")
+    with pytest.raises(UnreadableModelError, match=r"RemoteConfig does not tell.*load the model"):
+        readable_layers(config)
+
+    model = build("llama")
+
+    def needs_numbers(self, *_):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(type(model), "__init__", needs_numbers)
+    assert require_readable(config_of("llama")) is None
+    assert require_readable(model, layers="all") == (0, 1)
 
 
 @pytest.mark.parametrize("package", ["comppo", "comppo.computation"])

@@ -1,8 +1,10 @@
 """Which layers of a model can be read, decided from its classes alone, so before any weight is loaded."""
 
 import copy
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 from comppo.errors import ConfigError, UnreadableModelError
+
+logger = logging.getLogger(__name__)
 
 Layers = str | Sequence[int]
 """Which layers: "middle" (middle third of the readable ones), "all" of these, or `layer_idx` numbers (perhaps none)."""
@@ -41,29 +45,53 @@ def readable_layers(model_or_config: Any) -> list[int]:
         Layer numbers.
 
     Raises:
-        UnreadableModelError: it is not a causal language model that Transformers itself implements.
+        UnreadableModelError: it is no generative model, or a configuration does not tell (code of the model's own).
     """
-    return sorted(map_model(as_model(model_or_config)).attention)
+    model = as_model(model_or_config)
+    if model is None:
+        raise UnreadableModelError(
+            f"{type(model_or_config).__name__} does not tell which layers can be read, as no model can be made from it "
+            "without its weights or its own code: load the model and pass that."
+        )
+    return sorted(map_model(model).attention)
 
 
-def require_readable(config_or_model: Any, *, layers: Layers = "middle") -> tuple[int, ...]:
-    """Check, before weights are loaded, that `layers` can be read.
+def require_readable(
+    config_or_model: Any, *, layers: Layers = "middle", attn_implementation: str | Mapping[str, str] | None = None
+) -> tuple[int, ...] | None:
+    """Check, before weights are loaded, that `layers` can be read; refuses on evidence only.
 
     Args:
         config_or_model: as in `readable_layers`.
         layers: "middle", "all" or a sequence of `layer_idx`.
+        attn_implementation: the attention that the model will be loaded with, as in `from_pretrained`; None for that
+            of `config_or_model`.
 
     Returns:
-        The layers that will be read, ascending.
+        The layers that will be read, ascending; or None where a configuration does not tell and the answer is unknown
+        until the model is loaded (`ComputationReader` checks it again then): the model brings its own code, or cannot
+        be made without weights.
 
     Raises:
         ConfigError: `layers` is neither a known name nor a sequence of integers.
         UnreadableModelError: a layer cannot be read; the message names the layers, the reason and a remedy.
     """
-    model = as_model(config_or_model)
+    check_layers(layers)
     config = getattr(config_or_model, "config", config_or_model)
-    check_implementation(getattr(config, "_attn_implementation", None))
-    return choose_layers(map_model(model), layers)
+    for implementation in _implementations(config, attn_implementation):
+        check_implementation(implementation)
+    model = as_model(config_or_model)
+    return None if model is None else choose_layers(map_model(model), layers)
+
+
+def _implementations(config: Any, requested: str | Mapping[str, str] | None) -> list[str | None]:
+    """The attention implementations that the decoder may run with, by name."""
+    if isinstance(requested, Mapping):  # one per part of the model; "" is the model as a whole
+        return [requested.get("text_config", requested.get(""))]
+    if requested is not None:
+        return [requested]
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return [getattr(text, "_attn_implementation", None)]
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -75,23 +103,56 @@ def check_implementation(implementation: str | None) -> None:
         )
 
 
-def as_model(model_or_config: Any) -> nn.Module:
-    """The model itself, or one on the meta device (no memory, no weights) made from a configuration."""
+def as_model(model_or_config: Any) -> nn.Module | None:
+    """The model itself, or one on the meta device (no memory, no weights) made from a configuration.
+
+    Args:
+        model_or_config: as in `readable_layers`.
+
+    Returns:
+        The model; None where none can be made from the configuration, which is no verdict on the model.
+
+    Raises:
+        UnreadableModelError: Transformers itself implements the configuration, but no generative model for it.
+    """
     if isinstance(model_or_config, nn.Module):
         return model_or_config
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(model_or_config)
+    make = _factory(config)
+    if make is None:
+        if type(config).__module__.startswith("transformers.models."):
+            raise UnreadableModelError(
+                f"{type(config).__name__} is not a causal language model: Transformers has no generative model for it."
+            )
+        return None
     try:
         with torch.device("meta"):
             # Eager is available everywhere, and a model's classes do not depend on the choice.
-            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
-                config, trust_remote_code=False, attn_implementation="eager"
-            )
-    except (ValueError, OSError) as error:
-        raise UnreadableModelError(
-            f"{type(model_or_config).__name__} is not a causal language model that Transformers implements: {error}"
-        ) from error
+            model: nn.Module = make(config, attn_implementation="eager")
+    except Exception:  # whatever a model's code needs at this point: packages, files, real numbers
+        logger.debug("no model without weights from %s", type(config).__name__, exc_info=True)
+        return None
+    return model
+
+
+def _factory(config: Any) -> Callable[..., Any] | None:
+    """What makes the model that would be loaded: the class that the configuration names, else that of an auto class."""
+    import transformers
+
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    named = getattr(transformers, name, None) if name else None
+    if (
+        isinstance(named, type)
+        and issubclass(named, transformers.PreTrainedModel)
+        and named.config_class is type(config)
+        and named.can_generate()
+    ):
+        return named._from_config  # type: ignore[no-any-return]
+    for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+        cls = getattr(transformers, auto, None)
+        if cls is not None and type(config) in cls._model_mapping:
+            return functools.partial(cls.from_config, trust_remote_code=False)
+    return None
 
 
 def map_model(model: nn.Module) -> ModelMap:
@@ -125,19 +186,25 @@ def map_model(model: nn.Module) -> ModelMap:
     return ModelMap(decoder=decoder, layers=layers, attention=attention, why_not=why_not)
 
 
-def choose_layers(found: ModelMap, layers: Layers) -> tuple[int, ...]:
-    """Turn the user's choice into ascending `layer_idx`; errors as in `require_readable`."""
-    readable = sorted(found.attention)
+def check_layers(layers: Layers) -> None:
+    """Raise ConfigError where `layers` is neither a known name nor a sequence of integers."""
     if isinstance(layers, str):
         if layers not in ("middle", "all"):
             raise ConfigError(f'layers={layers!r} is unknown: pass "middle", "all" or a sequence of layer numbers.')
+    elif not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
+        raise ConfigError(f"layers={layers!r}: layer numbers are integers.")
+
+
+def choose_layers(found: ModelMap, layers: Layers) -> tuple[int, ...]:
+    """Turn the user's choice into ascending `layer_idx`; errors as in `require_readable`."""
+    check_layers(layers)
+    readable = sorted(found.attention)
+    if isinstance(layers, str):
         if not readable:
             raise UnreadableModelError(f"No layer can be read: {_explain(found, found.why_not)}.{_REMEDY}")
         third = len(readable) // 3
         return tuple(readable if layers == "all" else readable[third : len(readable) - third])
     chosen = sorted(set(layers))
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in chosen):
-        raise ConfigError(f"layers={layers!r}: layer numbers are integers.")
     missing = [i for i in chosen if i not in found.attention]
     if missing:
         raise UnreadableModelError(
