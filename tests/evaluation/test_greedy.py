@@ -1,6 +1,9 @@
 """Greedy evaluation of a small untrained model."""
 
+import asyncio
 import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,7 +85,8 @@ def test_lengths_and_truncation(tokenizer):
 
 def test_reward_gets_what_training_gives(model, tokenizer):
     def mine(prompts, completions, completion_ids, answer, **others):
-        assert prompts == PROMPTS and answer == list("01234") and not others
+        assert prompts == PROMPTS and answer == list("01234")
+        assert set(others) == {"trainer_state", "log_metric", "log_extra"}
         assert [len(ids) for ids in completion_ids] == [4] * 5 or all(ids for ids in completion_ids)
         return [1.0, None, float("nan"), 0.0, True]
 
@@ -92,10 +96,68 @@ def test_reward_gets_what_training_gives(model, tokenizer):
     assert math.isnan(none.accuracy) and none.count == 0
 
 
+def test_trainers_arguments_and_async_functions_are_served_as_in_training(model, tokenizer):
+    def shaped(completions, trainer_state, log_metric, log_extra, **_):
+        log_metric("mine", 1.0)
+        log_extra("mine", ["x"] * len(completions))
+        return [float(trainer_state.global_step)] * len(completions)
+
+    async def judge(completions, log_metric, **_):
+        await asyncio.sleep(0)
+        log_metric("judge", 1.0)
+        return [3.0] * len(completions)
+
+    data = [row | {"completion_ids": [1], "trainer_state": "a column"} for row in rows()]
+    assert greedy_accuracy(model, tokenizer, data, shaped, max_new_tokens=2).accuracy == 0.0
+    state = SimpleNamespace(global_step=7)
+    found = greedy_accuracy(model, tokenizer, data, [shaped, judge], max_new_tokens=2, trainer_state=state)
+    assert found.accuracy == 10.0
+
+    async def notebook():
+        return greedy_accuracy(model, tokenizer, data, judge, max_new_tokens=2).accuracy
+
+    assert asyncio.run(notebook()) == 3.0, "a loop that runs in the calling thread"
+
+
+def test_async_functions_run_in_the_trainers_loop(model, tokenizer):
+    loop, seen = asyncio.new_event_loop(), []
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def judge(completions, **_):
+        seen.append(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    async def broken(**_):
+        raise KeyError("mine")
+
+    greedy_accuracy(model, tokenizer, rows(), judge, max_new_tokens=2, async_loop=loop)
+    assert seen == [loop]
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    with pytest.raises(KeyError, match="mine"):
+        greedy_accuracy(model, tokenizer, rows(), broken, max_new_tokens=2)
+
+
+def test_several_functions_are_summed_with_weights_as_trl_sums_them(model, tokenizer):
+    def first(completions, **_):
+        return [1.0, None, float("nan"), 0.0, 2.0]
+
+    def second(completions, **_):
+        return [4.0, 8.0, None, None, 0.0]
+
+    found = greedy_accuracy(model, tokenizer, rows(), [first, second], max_new_tokens=2, reward_weights=[1.0, 0.5])
+    per_func = torch.tensor([[1, 4], [torch.nan, 8], [torch.nan, torch.nan], [0, torch.nan], [2, 0]])
+    scorable = ~per_func.isnan().all(dim=1)
+    expected = (per_func * torch.tensor([1.0, 0.5])).nansum(dim=1)[scorable].mean().item()
+    assert found.accuracy == pytest.approx(expected) and found.count == 4
+
+
 def test_conversations_go_through_the_chat_template(model):
     tokenizer, seen = make_tokenizer(), []
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ extra }}{% if add_generation_prompt %}>{% endif %}"
     )
 
     def mine(completions, **_):
@@ -106,18 +168,26 @@ def test_conversations_go_through_the_chat_template(model):
     model.eval()
     text = tokenizer.decode(by_hand(model, tokenizer, "b7>", 5), skip_special_tokens=True)
     assert seen == [[{"role": "assistant", "content": text}]]
+    seen.clear()
+    prompt = [{"prompt": [{"role": "user", "content": "b7"}]}]
+    options = {"extra": " ?b"}
+    greedy_accuracy(model, tokenizer, prompt, mine, max_new_tokens=5, chat_template_kwargs=options)
+    model.eval()
+    text = tokenizer.decode(by_hand(model, tokenizer, "b7 ?b>", 5), skip_special_tokens=True)
+    assert seen == [[{"role": "assistant", "content": text}]]
 
 
 def test_errors(model, tokenizer):
-    async def later(**_):
-        return []
-
     with pytest.raises(ConfigError, match="no rows"):
         greedy_accuracy(model, tokenizer, [], one, max_new_tokens=4)
     with pytest.raises(ConfigError, match="max_new_tokens must be at least 1, got 0"):
         greedy_accuracy(model, tokenizer, rows(), one, max_new_tokens=0)
-    with pytest.raises(ConfigError, match="'later' is async"):
-        greedy_accuracy(model, tokenizer, rows(), later, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="'Linear' is a reward model"):
+        greedy_accuracy(model, tokenizer, rows(), torch.nn.Linear(1, 1), max_new_tokens=4)
+    with pytest.raises(ConfigError, match="reward_funcs is empty"):
+        greedy_accuracy(model, tokenizer, rows(), [], max_new_tokens=4)
+    with pytest.raises(ConfigError, match=r"reward_weights=\[1.0\] are 1, but there are 2"):
+        greedy_accuracy(model, tokenizer, rows(), [one, one], max_new_tokens=4, reward_weights=[1.0])
     with pytest.raises(RewardError, match="returned 1 rewards for 5"):
         greedy_accuracy(model, tokenizer, rows(), lambda completions, **_: [1.0], max_new_tokens=4)
 

@@ -1,6 +1,7 @@
 """Reward functions, and the checks around a user's own."""
 
 import asyncio
+import functools
 import sys
 import threading
 import time
@@ -167,6 +168,22 @@ def test_async_functions_and_objects():
         checked_reward(lambda completions, **_: later(completions))(**TWO)
 
 
+def test_partials_have_the_name_and_kind_of_what_they_wrap():
+    def mine(completions, scale, **_):
+        return [scale] * len(completions)
+
+    class Judge:
+        async def __call__(self, completions, **_):
+            return [1.0] * len(completions)
+
+    twice = functools.partial(functools.partial(mine, scale=1.0), extra=2)
+    assert verifiers.reward_name(twice) == checked_reward(twice).__name__ == time_limited(twice, 9.0).__name__ == "mine"
+    assert checked_reward(twice)(**TWO) == [1.0, 1.0]
+    judge = functools.partial(Judge(), level=3)
+    assert verifiers.is_async(judge) and verifiers.reward_name(judge) == "Judge"
+    assert asyncio.run(checked_reward(judge)(**TWO)) == [1.0, 1.0]
+
+
 def test_what_the_function_raises_passes_but_not_in_a_probe(caplog):
     def mine(completions, answer, **_):
         raise KeyError("mine")
@@ -194,6 +211,9 @@ def test_probe_calls_as_training_does_and_once():
     calls.clear()
     probe_rewards([checked_reward(mine)], [{"prompt": message("p"), "answer": "1"}])
     assert calls[0][1] == [message("0")]
+    calls.clear()
+    probe_rewards([mine], [{"prompt": "p", "answer": "1", "completion_ids": [3], "trainer_state": "a column"}])
+    assert len(calls) == 1, "columns with the names of TRL's own arguments do not get in the way"
     probe_rewards([mine], [])
 
 
@@ -244,3 +264,19 @@ def test_time_limit_cancels_async_functions():
     assert verifiers.is_async(limited)
     assert asyncio.run(limited(**TWO)) == [None, None]
     assert cancelled == [True]
+
+
+def test_an_async_functions_own_timeout_is_not_the_limit():
+    async def service(**_):
+        raise TimeoutError("the service did not answer")
+
+    with pytest.raises(TimeoutError, match="the service"):
+        asyncio.run(time_limited(service, 20.0)(**TWO))
+
+    async def stubborn(**_):
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            raise TimeoutError("on being cancelled") from None
+
+    assert asyncio.run(time_limited(stubborn, 0.05)(**TWO)) == [None, None]

@@ -140,13 +140,22 @@ def load_reward(spec: str) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
+def _without_partial(function: Any) -> Any:
+    """What `functools.partial` was given, however often."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def reward_name(function: Any) -> str:
-    """The name of a reward function in messages and logs."""
+    """The name of a reward function in messages and logs: that of the wrapped function for `functools.partial`."""
+    function = _without_partial(function)
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def is_async(function: Any) -> bool:
     """Whether calling `function` gives a coroutine."""
+    function = _without_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -228,6 +237,17 @@ def checked_reward(function: RewardFunction) -> RewardFunction:
     return wrapper
 
 
+def reward_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The columns of at least one row that a reward function gets, as TRL picks them."""
+    own = ("prompt", "completion", "completion_ids")
+    return {key: [row[key] for row in rows] for key in rows[0] if key not in own}
+
+
+def trainer_arguments(state: Any) -> dict[str, Any]:
+    """TRL's further arguments of a reward function, with loggers that log nothing."""
+    return {"trainer_state": state, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+
+
 def probe_rewards(functions: Iterable[Any], rows: Iterable[Mapping[str, Any]]) -> None:
     """Call each plain reward function once on two rows with dummy completions, before any model is loaded.
 
@@ -244,7 +264,7 @@ def probe_rewards(functions: Iterable[Any], rows: Iterable[Mapping[str, Any]]) -
     sample = [dict(row) for _, row in zip(range(2), rows, strict=False)]
     if not sample:
         return
-    columns = {key: [row[key] for row in sample] for key in sample[0] if key not in ("prompt", "completion")}
+    columns = reward_columns(sample)
     prompts = [row.get("prompt") for row in sample]
     completions = ["0" if isinstance(prompt, str) else [{"role": "assistant", "content": "0"}] for prompt in prompts]
     for function in functions:
@@ -255,10 +275,7 @@ def probe_rewards(functions: Iterable[Any], rows: Iterable[Mapping[str, Any]]) -
                 prompts=prompts,
                 completions=completions,
                 completion_ids=[[0] for _ in sample],
-                trainer_state=None,
-                log_extra=lambda *_: None,
-                log_metric=lambda *_: None,
-                **columns,
+                **{**columns, **trainer_arguments(None)},
             )
         except RewardError:
             raise
@@ -282,8 +299,7 @@ def time_limited(function: RewardFunction, seconds: float) -> RewardFunction:
 
     Returns:
         A function that takes `completions` by keyword, plain or async as `function` is, under the same `__name__`;
-        what `function` returns or raises in time passes unchecked, except that a TimeoutError that an async function
-        raises by itself also counts as given up.
+        what `function` returns or raises in time passes unchecked, a TimeoutError of its own included.
 
     Raises:
         RewardError: `seconds` is not positive; or (when called) more than `MAX_ABANDONED` earlier calls still run.
@@ -324,9 +340,13 @@ def time_limited(function: RewardFunction, seconds: float) -> RewardFunction:
 
     @functools.wraps(function, updated=())
     async def awaited(*args: Any, completions: Sequence[Any], **columns: Any) -> Any:
+        limit = asyncio.timeout(seconds)
         try:
-            return await asyncio.wait_for(function(*args, completions=completions, **columns), seconds)
+            async with limit:
+                return await function(*args, completions=completions, **columns)
         except TimeoutError:
+            if not limit.expired():  # the function's own, such as that of a service it calls
+                raise
             return given_up(completions)
 
     wrapper = awaited if is_async(function) else plain
