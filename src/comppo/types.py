@@ -15,10 +15,16 @@ output and observations are false and transparent: removing them changes nothing
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comppo.errors import EvidenceError
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 for sums over many tokens; float32 on devices that have no float64."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -89,7 +89,35 @@ def test_groups_of_one_keep_trls_other_checks(tmp_path):
             per_device_train_batch_size=2,
             use_cpu=True,
         )
-    with pytest.raises(ConfigError, match="nothing to whiten"):
+    with pytest.raises(ConfigError, match="at least 2 responses"):
         CompPOConfig(output_dir=str(tmp_path), num_generations=1, per_device_train_batch_size=1, use_cpu=True)
     with pytest.raises(ConfigError, match="without a group"):
         CompPOConfig(output_dir=str(tmp_path), num_generations=1, operator="group_relative", use_cpu=True)
+
+
+def test_the_trainers_take_the_same_arguments_in_the_same_order():
+    import inspect
+
+    from comppo import CompPOTrainer
+
+    assert list(inspect.signature(CompPOTrainer).parameters) == list(inspect.signature(GRPOTrainer).parameters)
+
+
+def test_every_vision_input_of_trl_is_read():
+    """A key that TRL hands to its loss and comppo does not read would be dropped silently."""
+    import inspect
+
+    from comppo.trainers.trl.trainer import VISION_INPUTS
+
+    scored = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    own = {
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    }
+    assert set(VISION_INPUTS) == set(scored) - own

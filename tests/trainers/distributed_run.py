@@ -30,7 +30,7 @@ def rollout(prompts, trainer):
 
 
 def reward(completions, completion_ids, **_):
-    """None for the rows of even length on purpose: one rank may see more of them than the other."""
+    """None for one row on purpose: one rank has an unscorable response and the other has none."""
     return [None if len(ids) == 5 else sum(ids) % 7 / 7 for ids in completion_ids]
 
 

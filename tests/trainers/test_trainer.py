@@ -16,18 +16,17 @@ from comppo.errors import ConfigError, RewardError, RunExistsError, TaskError, U
 
 def test_advantages_are_per_token_and_the_actor_and_critic_learn(tmp_path):
     run = tiny.trainer(tmp_path)
-    before, critic_before = tiny.weights(run.model), tiny.weights(run.critic)
+    before = tiny.weights(run.model)
     run.train()
-    rollout, _, assignment, batch = run._last
-    assert batch["advantages"].shape == batch["completion_ids"].shape
-    assert assignment.advantages[rollout.mask].std() > 0
-    rows = rollout.mask.sum(1) > 2
-    within = torch.stack([a[m].std() for a, m in zip(assignment.advantages[rows], rollout.mask[rows], strict=True)])
+    credit = run.last_credit
+    assert credit.advantages.shape == credit.completion_ids.shape
+    rows = credit.mask.sum(1) > 2
+    within = torch.stack([a[m].std() for a, m in zip(credit.advantages[rows], credit.mask[rows], strict=True)])
     assert within.max() > 1e-3, "credit varies within a response"
-    assert (assignment.advantages[~rollout.mask] == 0).all()
-    assert not assignment.advantages.requires_grad
+    assert (credit.advantages[~credit.mask] == 0).all()
     assert (tiny.weights(run.model) - before).abs().max() > 0
-    assert (tiny.weights(run.critic) - critic_before).abs().max() > 0
+    # Its last layer starts at zero
+    assert run.critic.value.weight.abs().max() > 0
     for name in ("gate_mean", "gate_std", "retention", "value_mean", "explained_variance", "critic_loss", "unscorable"):
         assert len(tiny.logged(run, f"comppo/{name}")) == 2, name
     assert run.sampled_responses == 16
@@ -99,13 +98,24 @@ def test_lora_trains_adapters_only_and_saves_as_peft(tmp_path):
 
 
 def test_two_runs_with_one_seed_are_identical_and_another_seed_differs(tmp_path):
-    results = []
+    models, critics = [], []
     for number, seed in enumerate((5, 5, 6)):
         run = tiny.trainer(tmp_path / str(number), max_steps=3, seed=seed)
         run.train()
-        results.append(torch.cat([tiny.weights(run.model), tiny.weights(run.critic)]))
-    assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
+        models.append(tiny.weights(run.model))
+        critics.append(tiny.weights(run.critic))
+    for results in (models, critics):
+        assert torch.equal(results[0], results[1])
+        assert not torch.equal(results[0], results[2])
+
+
+def test_the_seed_reaches_the_critics_first_weights(tmp_path):
+    layers = []
+    for seed in (1, 2):
+        run = tiny.trainer(tmp_path / str(seed), max_steps=1, seed=seed, critic_learning_rate=1e-12)
+        run.train()
+        layers.append(run.critic.layer.weight.detach())
+    assert (layers[0] - layers[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -139,6 +149,11 @@ def test_a_finished_folder_is_not_overwritten(tmp_path):
     tiny.trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
     with pytest.raises(RunExistsError, match="already holds checkpoint-1"):
         tiny.trainer(tmp_path, max_steps=1).train()
+    # The field of TRL's configuration resumes as well, rather than starting over
+    again = tiny.trainer(tmp_path, max_steps=2, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    again.train()
+    assert [row["step"] for row in again.state.log_history if "reward" in row] == [1, 2]
+    assert again.sampled_responses == 16
 
 
 def test_unscorable_responses_weigh_nothing_and_are_counted(tmp_path):
@@ -147,11 +162,12 @@ def test_unscorable_responses_weigh_nothing_and_are_counted(tmp_path):
 
     run = tiny.trainer(tmp_path, reward_funcs=sometimes, max_steps=1)
     run.train()
-    rollout, _, assignment, _ = run._last
+    credit = run.last_credit
     assert tiny.logged(run, "comppo/unscorable") == [3.0]
-    assert (~rollout.scorable).sum() == 3
-    assert (assignment.advantages[~rollout.scorable] == 0).all()
-    assert assignment.advantages.isfinite().all()
+    assert (~credit.scorable).sum() == 3
+    assert (credit.advantages[~credit.scorable] == 0).all()
+    assert (credit.advantages[credit.scorable] != 0).any()
+    assert credit.advantages.isfinite().all()
 
 
 @pytest.fixture
@@ -172,29 +188,119 @@ def test_empty_and_one_token_completions_train(tmp_path, quiet_rollouts):
     run = tiny.trainer(tmp_path, rollout_func=rollout)
     run.train()
     assert tiny.weights(run.model).isfinite().all()
-    assert run._last[3]["completion_mask"].sum(1).tolist() == [1, 1, 3, 1] * 2
+    assert run.last_credit.completion_mask.sum(1).tolist() == [1, 1, 3, 1] * 2
 
 
 def test_observations_get_no_credit_but_carry_it(tmp_path, quiet_rollouts):
-    def rollout(prompts, trainer):
-        rows = len(prompts)
-        return {
-            "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
-            # Digits and letters in different shares, so that rewards differ
-            "completion_ids": [[5, 6 + 9 * (row % 2), 7, 8, 9 + 5 * (row % 3)] for row in range(rows)],
-            "logprobs": [[-1.0] * 5] * rows,
-            "env_mask": [[1, 1, 0, 0, 1]] * rows,
-        }
+    """A response with an observation in it gets, on its own tokens, what the same response gets without it.
 
-    run = tiny.trainer(tmp_path, rollout_func=rollout, max_steps=1)
+    Without critic and gate, so that credit does not depend on what the model computes from the observation.
+    """
+    kept = [[5, 6 + 9 * (row % 2), 9 + 5 * (row % 3)] for row in range(8)]
+
+    def rollout_with(observation):
+        def rollout(prompts, trainer):
+            return {
+                "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
+                "completion_ids": [[*ids[:2], *observation, ids[2]] for ids in kept],
+                "logprobs": [[-1.0] * (3 + len(observation))] * len(prompts),
+                "env_mask": [[1, 1, *[0] * len(observation), 1]] * len(prompts),
+            }
+
+        return rollout
+
+    def reward(completion_ids, **_):
+        return [(ids[1] + ids[-1]) / 10 for ids in completion_ids]
+
+    credits = []
+    for observation in ([], [7, 8, 7]):
+        run = tiny.trainer(
+            tmp_path / str(len(observation)),
+            rollout_func=rollout_with(observation),
+            reward_funcs=reward,
+            max_steps=1,
+            operator="gae",
+            critic="none",
+            lam=0.9,
+            gamma=0.8,
+            probe_rewards=False,
+        )
+        run.train()
+        credits.append(run.last_credit)
+    plain, observed = credits
+    assert (observed.advantages[:, 2:5] == 0).all()
+    assert (plain.advantages != 0).all()
+    torch.testing.assert_close(observed.advantages[:, [0, 1, 5]], plain.advantages)
+    assert run.sampled_tokens == 24, "what an environment said was not sampled"
+
+
+def test_controls_and_lambdas_change_what_they_name(tmp_path):
+    def first(**changes):
+        run = tiny.trainer(tmp_path / "-".join(map(str, changes)), max_steps=1, **changes)
+        run.train()
+        return run.last_credit
+
+    plain = first()
+    for control in ("shuffled", "inverted", "constant", "position_mean"):
+        controlled = first(gate_control=control)
+        assert torch.equal(controlled.completion_ids, plain.completion_ids), "the same responses"
+        assert not torch.allclose(controlled.gates, plain.gates)
+        assert not torch.allclose(controlled.advantages, plain.advantages)
+    for changes in (
+        {"lam": 0.5},
+        {"length_adaptive_alpha": 0.5},
+        {"gate_bootstrap": True},
+        {"gate_trace": False, "gate_bootstrap": True},
+    ):
+        assert not torch.allclose(first(**changes).advantages, plain.advantages), changes
+
+
+def test_streams_and_positional_arguments_train_as_in_trl(tmp_path):
+    from comppo import CompPOConfig, CompPOTrainer
+
+    run = CompPOTrainer(
+        tiny.model(),
+        (tiny.digit_reward,),
+        CompPOConfig(**tiny.settings(tmp_path)),
+        tiny.dataset().to_iterable_dataset(),
+        None,
+        tiny.tokenizer(),
+    )
     run.train()
-    assert (run._last[2].advantages[:, 2:4] == 0).all()
-    assert (run._last[2].advantages[:, [0, 1, 4]] != 0).any(0).all()
+    assert run.sampled_responses == 16
 
 
-class _NeverLoad:
-    def __getattr__(self, name):
-        raise AssertionError("the model was touched before the input was checked")
+def test_async_weighted_and_partial_rewards(tmp_path):
+    from functools import partial
+
+    async def slow(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    run = tiny.trainer(
+        tmp_path, reward_funcs=[slow, partial(tiny.digit_reward)], reward_weights=[0.5, 2.0], max_steps=1
+    )
+    run.train()
+    expected = [
+        0.5 * length + 2.0 * digits
+        for length, digits in zip(
+            run._logs["rewards"]["slow"], run._logs["rewards"][run.reward_func_names[1]], strict=True
+        )
+    ]
+    assert run.last_credit.response_rewards.tolist() == pytest.approx(expected)
+
+
+def test_tokens_are_counted_although_truncated_responses_are_masked(tmp_path):
+    run = tiny.trainer(tmp_path, mask_truncated_completions=True, max_completion_length=1, max_steps=1)
+    run.train()
+    assert run.sampled_tokens == 8
+
+
+def test_retention_is_the_product_of_the_gates_between_first_token_and_reward(tmp_path):
+    run = tiny.trainer(tmp_path, max_steps=1)
+    run.train()
+    credit = run.last_credit
+    by_hand = [gates[mask][:-1].double().prod().item() for gates, mask in zip(credit.gates, credit.mask, strict=True)]
+    assert tiny.logged(run, "comppo/retention") == pytest.approx([sum(by_hand) / len(by_hand)])
 
 
 def _no_answer(completions, **_):
@@ -230,16 +336,33 @@ def test_rewards_that_turn_bad_later_are_named(tmp_path):
         run.train()
 
 
-def test_a_data_set_without_prompts_is_refused(tmp_path):
+QUESTIONS = tiny.dataset().rename_column("prompt", "question")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"train_dataset": tiny.dataset().rename_column("prompt", "question")},
+            TaskError,
+            "train_dataset.*no 'prompt'",
+        ),
+        ({"eval_dataset": tiny.dataset().rename_column("prompt", "question")}, TaskError, "eval_dataset.*no 'prompt'"),
+        ({"train_dataset": {"train": tiny.dataset()}}, TaskError, "splits"),
+        ({"train_dataset": None}, TaskError, "train_dataset is missing"),
+        ({"reward_funcs": None}, RewardError, "reward_funcs is empty"),
+        ({"reward_weights": [1.0, 2.0]}, ConfigError, "reward_weights has 2"),
+    ],
+    ids=["train", "eval", "splits", "none", "rewards", "weights"],
+)
+def test_arguments_that_cannot_work_are_refused_before_the_model_is_touched(changes, error, message, tmp_path):
     from comppo import CompPOConfig, CompPOTrainer
 
-    with pytest.raises(TaskError, match="no 'prompt'"):
-        CompPOTrainer(
-            "no/such-model",
-            tiny.digit_reward,
-            args=CompPOConfig(**tiny.settings(tmp_path)),
-            train_dataset=tiny.dataset().rename_column("prompt", "question"),
-        )
+    settings = tiny.settings(tmp_path, **{k: v for k, v in changes.items() if k == "reward_weights"})
+    arguments = {"reward_funcs": tiny.digit_reward, "train_dataset": tiny.dataset()}
+    arguments |= {k: v for k, v in changes.items() if k != "reward_weights"}
+    with pytest.raises(error, match=message):
+        CompPOTrainer("no/such-model", args=CompPOConfig(**settings), **arguments)
 
 
 def test_an_unreadable_model_is_refused_before_it_is_loaded(tmp_path):
@@ -280,4 +403,4 @@ def test_credit_records_tell_one_response_token_by_token(tmp_path):
         assert all(len(record[name]) == length for name in ("advantages", "gates", "values", "logps", "trained"))
     assert records[0]["reward"] >= records[1]["reward"]
     histogram = run.gate_histogram()
-    assert sum(histogram["counts"]) == int(run._last[0].mask.sum())
+    assert sum(histogram["counts"]) == int(run.last_credit.mask.sum())

@@ -14,11 +14,6 @@ AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all processes and returns the sum; every process calls it equally often."""
 
 
-def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for sums over many tokens; float32 on devices that have no float64."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CriticInputs:
     """What a critic may look at, aligned on the response's tokens.
@@ -136,7 +131,12 @@ class Critic(nn.Module, ABC):
         """Map the raw output into the reachable range, around the baseline; 0 at masked slots."""
         low, high = self.reward_low.to(raw), self.reward_high.to(raw)
         given = self.mean_reward.expand(raw.shape[0]) if inputs.baseline is None else inputs.baseline
-        baseline = given.detach().to(raw)[:, None].clamp(low, high)
+        baseline = given.detach().to(raw)[:, None]
+        # Before any reward was observed, a baseline made of rewards is all that is known of the range
+        unseen = self.rewards_seen == 0
+        low = torch.where(unseen & self._learns_low, torch.minimum(low, baseline), low)
+        high = torch.where(unseen & self._learns_high, torch.maximum(high, baseline), high)
+        baseline = baseline.clamp(low, high)
         raw = torch.where(inputs.mask, raw, 0.0)
         # Both relu branches have slope 0 at u = 0, where a zero-initialised critic would never learn: take the middle.
         middle = (high - low).expand_as(raw) / 2

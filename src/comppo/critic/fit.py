@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from comppo.critic.bounded import AllReduce, Critic, CriticInputs, accumulation_dtype
+from comppo.critic.bounded import AllReduce, Critic, CriticInputs
 from comppo.critic.head import CriticConfig
 from comppo.errors import ConfigError, EvidenceError
+from comppo.types import accumulation_dtype
 
 ADAM_EPSILON = 1e-5
 """As PPO implementations have it. With 1e-8 a parameter whose gradient is rounding noise moves by the full rate, and

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comppo.critic.bounded import AllReduce, Critic, CriticInputs, accumulation_dtype
+from comppo.critic.bounded import AllReduce, Critic, CriticInputs
 from comppo.critic.features import check_feature_names
 from comppo.errors import ConfigError, EvidenceError
+from comppo.types import accumulation_dtype
 
 _MOST_DEVIATIONS = 10.0
 """Standardised features are cut here: one outlier must not dominate a small head."""

@@ -15,13 +15,16 @@ from torch import Tensor
 from comppo.computation import Computation
 from comppo.errors import ConfigError
 from comppo.evidence.rewards import leave_one_out_mean, place_rewards
+from comppo.evidence.rollout import last_trainable
 from comppo.transport import (
     CONTROLS,
+    OPERATORS,
     GateConfig,
     build_operator,
     gate_from_statistic,
 )
-from comppo.types import Credit, Evidence
+from comppo.transport.broadcast import BASELINES, SCALES
+from comppo.types import Credit, Evidence, accumulation_dtype
 from comppo.update.whiten import masked_whiten
 
 CRITICS = ("tac", "standard", "none")
@@ -102,6 +105,18 @@ class PipelineConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name} must lie in [0, 1], got {name}={value!r}.")
+        if self.operator not in OPERATORS:
+            raise ConfigError(f"operator={self.operator!r} is unknown: choose one of {', '.join(sorted(OPERATORS))}.")
+        for name in ("redistribution", "negative_redistribution"):
+            value = getattr(self, name)
+            if value not in REDISTRIBUTION_WEIGHTS and not (value is None and name == "negative_redistribution"):
+                known = ", ".join(sorted(REDISTRIBUTION_WEIGHTS))
+                raise ConfigError(f"{name}={value!r} is unknown: choose one of {known}.")
+        for name, choices in (("baseline", BASELINES), ("scale", SCALES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(choices)}.")
+        if not self.prefix_prior > 0.0:
+            raise ConfigError(f"prefix_prior must be above 0, got {self.prefix_prior!r}.")
         if self.length_adaptive_alpha is not None and not self.length_adaptive_alpha > 0.0:
             raise ConfigError(
                 f"length_adaptive_alpha must be above 0, got {self.length_adaptive_alpha!r}; VAPO uses 0.05."
@@ -293,6 +308,13 @@ def _group_credit(
     )
 
 
+def _retention(gates: Float[Tensor, "rows tokens"], mask: Bool[Tensor, "rows tokens"]) -> Float[Tensor, " rows"]:
+    """What the first token keeps of a reward at the end: the product of the gates in between, the last one left out."""
+    wide = torch.where(mask, gates.to(accumulation_dtype(gates)), 1.0)
+    at_end = last_trainable(mask).clamp(min=0)[:, None]
+    return wide.scatter(1, at_end, 1.0).prod(1)
+
+
 def _metrics(
     rollout: Rollout,
     computation: Computation | None,
@@ -310,15 +332,13 @@ def _metrics(
         named["gate"] = gates
     if values is not None:
         named["value"] = values
+    wide = accumulation_dtype(credit.advantages)
     sums = []
     for tensor in named.values():
-        kept = torch.where(mask, tensor.double(), 0.0)
+        kept = torch.where(mask, tensor.to(wide), 0.0)
         sums += [kept.sum(), kept.square().sum()]
-    # Retention is what the first token keeps of a reward at the end: the product of the gates in between.
-    retention = (
-        torch.where(mask, gates.double(), 1.0).prod(1) if gates is not None else mask.new_zeros(len(mask)).double()
-    )
     trained = mask.any(1)
+    retention = _retention(gates, mask) if gates is not None else torch.zeros_like(trained, dtype=wide)
     sums += [
         mask.sum().double(),
         (retention * trained).sum(),

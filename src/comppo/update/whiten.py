@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from comppo.errors import EvidenceError
+from comppo.types import accumulation_dtype
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a small tensor over all processes and returns the sum."""
@@ -56,7 +57,7 @@ def masked_whiten(
             f"x has shape {tuple(x.shape)}, but mask has {tuple(mask.shape)}: pass one mask value per value."
         )
     reduce = all_reduce or (lambda tensor: tensor)
-    wide = torch.where(mask, x, 0.0).to(torch.float32 if x.device.type == "mps" else torch.float64)
+    wide = torch.where(mask, x, 0.0).to(accumulation_dtype(x))
     total, count = reduce(torch.stack([wide.sum(), mask.sum().to(wide.dtype)])).unbind()
     mean = total / count.clamp(min=1)
     deviations = torch.where(mask, wide - mean, 0.0)

@@ -1,5 +1,8 @@
 """The critic's part of a checkpoint: its own files beside Transformers', read back strictly."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +16,40 @@ STATE = "comppo_state.pt"
 
 
 def save(folder: Path, critic: CriticRunner | None, counters: dict[str, int]) -> None:
-    """Write critic weights, optimiser, schedule and counters into a checkpoint folder."""
+    """Write critic weights, optimiser, schedule and counters into a checkpoint folder, each file in one piece.
+
+    Args:
+        folder: made where it does not exist.
+        critic: None for runs without one.
+        counters: the trainer's own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = {"counters": counters, "critic": None}
     if critic is not None:
         from safetensors.torch import save_file
 
-        weights = {
-            name: tensor.detach().cpu().contiguous().clone() for name, tensor in critic.module.state_dict().items()
-        }
-        save_file(weights, folder / WEIGHTS)
+        weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in critic.weights().items()}
+        with _whole(folder / WEIGHTS) as path:
+            save_file(weights, path)
         state["critic"] = critic.state_dict()
-    torch.save(state, folder / STATE)
+    with _whole(folder / STATE) as path:
+        torch.save(state, path)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Write beside `path`, then rename: a reader never sees half a file."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    os.replace(partial, path)
 
 
 def load(folder: Path, critic: CriticRunner | None) -> dict[str, int]:
     """Restore what `save` wrote, strictly.
 
     Args:
-        folder: a checkpoint folder.
-        critic: changed in place: weights, optimiser and schedule; None for an operator without a critic.
+        folder: of the checkpoint.
+        critic: restored in place.
 
     Returns:
         The counters that were saved.
@@ -52,13 +70,8 @@ def load(folder: Path, critic: CriticRunner | None) -> dict[str, int]:
     if critic is not None:
         from safetensors.torch import load_file
 
-        try:
-            critic.module.load_state_dict(load_file(folder / WEIGHTS), strict=True)
-        except (RuntimeError, FileNotFoundError) as error:
-            raise ConfigError(
-                f"the critic in {str(folder)!r} does not fit these settings: resume with the critic_* fields that "
-                f"the run was started with. {error}"
-            ) from error
-        critic.load_state_dict(state["critic"])
+        if not (folder / WEIGHTS).is_file():
+            raise ConfigError(f"{str(folder)!r} has no {WEIGHTS}: the checkpoint is incomplete, resume an earlier one.")
+        critic.restore(load_file(folder / WEIGHTS), state["critic"])
     counters: dict[str, int] = state["counters"]
     return counters

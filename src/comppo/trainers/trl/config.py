@@ -2,6 +2,9 @@
 
 import math
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +13,7 @@ from trl import GRPOConfig
 from comppo.computation import ATTENTION_STATISTICS, STATISTICS
 from comppo.critic import CriticConfig
 from comppo.errors import ConfigError
-from comppo.trainers.pipeline import CRITICS, REDISTRIBUTION_WEIGHTS, PipelineConfig
+from comppo.trainers.pipeline import CRITIC_OPERATORS, CRITICS, REDISTRIBUTION_WEIGHTS, PipelineConfig
 from comppo.transport import CONTROLS, OPERATORS, GateConfig
 
 SUPPORTED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
@@ -18,6 +21,33 @@ SUPPORTED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "lus
 
 CRITIC_LEARNING_RATES = {"tac": 3e-3, "standard": 1e-4, "none": 3e-3}
 """A small head learns at a rate that would destroy a Transformer."""
+CRITIC_SCHEDULES = ("constant", "linear", "cosine", "polynomial")
+"""Transformers' schedules that need nothing but the number of steps."""
+GATE_FIELDS = {name: f"gate_{name}" for name in ("minimum", "reference", "maximum", "unit", "sharpness", "residualize")}
+CRITIC_FIELDS = {
+    name: f"critic_{name}"
+    for name in (
+        "hidden_size",
+        "projection_size",
+        "max_parameter_share",
+        "features",
+        "learning_rate",
+        "weight_decay",
+        "epochs",
+        "gradient_clip",
+    )
+} | {"reward_min": "reward_minimum", "reward_max": "reward_maximum"}
+"""How the fields of the parts are called here."""
+
+
+@contextmanager
+def _in_our_names(fields: dict[str, str]) -> Iterator[None]:
+    """Let an error of a part name the fields that the user set."""
+    try:
+        yield
+    except ConfigError as error:
+        names = "|".join(sorted(fields, key=len, reverse=True))
+        raise ConfigError(re.sub(rf"\b({names})\b(?=\W)", lambda found: fields[found[0]], str(error))) from None
 
 
 def _names(given: Any) -> str:
@@ -132,6 +162,13 @@ class CompPOConfig(GRPOConfig):
         default_factory=lambda: [-1], metadata={"help": "Actor layers whose hidden states the critic sees."}
     )
     critic_hidden_size: int = field(default=32, metadata={"help": "Width of the transport-aligned critic."})
+    critic_projection_size: int = field(
+        default=16, metadata={"help": "Columns that a wide feature (hidden states) is projected to."}
+    )
+    critic_max_parameter_share: float | None = field(
+        default=None,
+        metadata={"help": "Greatest size beside the actor; if not given, 0.01 from 1e9 parameters, 0.05 below."},
+    )
     critic_learning_rate: float | None = field(
         default=None,
         metadata={"help": "Learning rate of the critic; if not given, 3e-3 for tac and 1e-4 for standard."},
@@ -155,7 +192,12 @@ class CompPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.gate_layers, int):
+            self.gate_layers = str(self.gate_layers)
+        elif not isinstance(self.gate_layers, str):  # a list in YAML or Python
+            self.gate_layers = ",".join(map(str, self.gate_layers))
         self._check_choices()
+        self.gate_layers_read()
         self.pipeline_config()
         self.critic_config()
         alone = self.num_generations == 1
@@ -171,6 +213,7 @@ class CompPOConfig(GRPOConfig):
             "gate_statistic": STATISTICS,
             "critic": CRITICS,
             "redistribution": REDISTRIBUTION_WEIGHTS,
+            "critic_lr_scheduler_type": CRITIC_SCHEDULES,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -188,6 +231,10 @@ class CompPOConfig(GRPOConfig):
                 f"loss_type={self.loss_type!r} does not take one advantage per token: choose one of "
                 f"{', '.join(SUPPORTED_LOSS_TYPES)}. (vespo weights a response by the sign of its single advantage.)"
             )
+        if self.gate_sink_tokens < 0:
+            raise ConfigError(f"gate_sink_tokens must be at least 0, got {self.gate_sink_tokens!r}.")
+        if not self.critic_hidden_layers:
+            raise ConfigError("critic_hidden_layers is empty: give at least one layer, -1 being the last.")
         if self.multi_objective_aggregation != "sum_then_normalize":
             raise ConfigError(
                 f"multi_objective_aggregation={self.multi_objective_aggregation!r} normalises rewards within groups, "
@@ -199,7 +246,7 @@ class CompPOConfig(GRPOConfig):
 
         The whole generation batch stands in for a group while they run: it divides itself, and every other check stays.
         """
-        if self.operator not in ("gae", "comp_gae") and self.baseline != "none":
+        if self.operator not in CRITIC_OPERATORS:
             raise ConfigError(
                 f"num_generations=1 leaves operator={self.operator!r} without a group to compare with: use "
                 "operator='comp_gae' or 'gae' (a critic needs no group), or at least 2 generations."
@@ -210,36 +257,41 @@ class CompPOConfig(GRPOConfig):
         batch = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
         if batch < 2:
             raise ConfigError(
-                f"num_generations=1 with a generation batch of {batch} response leaves nothing to whiten over: raise "
-                "per_device_train_batch_size or gradient_accumulation_steps."
+                f"num_generations=1 needs a generation batch of at least 2 responses to whiten over, got {batch}: "
+                "raise per_device_train_batch_size or gradient_accumulation_steps."
             )
         self.num_generations = batch
         self.num_generations_eval = self.num_generations_eval or 1
 
     def gate_config(self) -> GateConfig:
         """The gate's part of these settings."""
-        return GateConfig(
-            minimum=self.gate_minimum,
-            reference=self.gate_reference,
-            maximum=self.gate_maximum,
-            unit=self.gate_unit,  # type: ignore[arg-type]  # GateConfig checks it
-            sharpness=self.gate_sharpness,
-            residualize=self.gate_residualize,  # type: ignore[arg-type]
-        )
+        with _in_our_names(GATE_FIELDS):
+            return GateConfig(
+                minimum=self.gate_minimum,
+                reference=self.gate_reference,
+                maximum=self.gate_maximum,
+                unit=self.gate_unit,  # type: ignore[arg-type]  # GateConfig checks it
+                sharpness=self.gate_sharpness,
+                residualize=self.gate_residualize,  # type: ignore[arg-type]
+            )
 
     def critic_config(self) -> CriticConfig:
         """The critic's part of these settings."""
         rate = self.critic_learning_rate
-        return CriticConfig(
-            hidden_size=self.critic_hidden_size,
-            features=tuple(self.critic_features),
-            learning_rate=CRITIC_LEARNING_RATES[self.critic] if rate is None else rate,
-            weight_decay=self.critic_weight_decay,
-            epochs=self.critic_epochs,
-            gradient_clip=self.critic_gradient_clip,
-            reward_min=self.reward_minimum,
-            reward_max=self.reward_maximum,
-        )
+        with _in_our_names(CRITIC_FIELDS):
+            return CriticConfig(
+                hidden_size=self.critic_hidden_size,
+                projection_size=self.critic_projection_size,
+                max_parameter_share=self.critic_max_parameter_share,
+                features=tuple(self.critic_features),
+                learning_rate=CRITIC_LEARNING_RATES[self.critic] if rate is None else rate,
+                weight_decay=self.critic_weight_decay,
+                epochs=self.critic_epochs,
+                gradient_clip=self.critic_gradient_clip,
+                reward_min=self.reward_minimum,
+                reward_max=self.reward_maximum,
+                seed=self.seed,
+            )
 
     def pipeline_config(self) -> PipelineConfig:
         """The credit pipeline's part of these settings."""
@@ -271,6 +323,11 @@ class CompPOConfig(GRPOConfig):
             return gated or (self.critic == "tac" and bool({"routing", "statistic"} & set(self.critic_features)))
         spread = {self.redistribution, self.negative_redistribution}
         return pipeline.reads_computation and "statistic" in spread and self.gate_statistic in ATTENTION_STATISTICS
+
+    def hidden_layers_read(self) -> tuple[int, ...]:
+        """Layers whose hidden states are read: none unless the critic looks at them."""
+        wanted = self.pipeline_config().has_critic and self.critic == "tac" and "hidden" in self.critic_features
+        return tuple(self.critic_hidden_layers) if wanted or self.gate_statistic == "hidden_change" else ()
 
     def gate_layers_read(self) -> str | tuple[int, ...]:
         """`gate_layers` as the reader takes it; ConfigError where it is neither a name nor a list of indices."""

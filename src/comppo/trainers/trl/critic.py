@@ -1,6 +1,6 @@
 """The critic beside TRL's trainer: outside `self.model`, so that saving, PEFT, sharding and vLLM never see it."""
 
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from comppo.critic import (
     feature_widths,
     fit_critic,
 )
+from comppo.errors import ConfigError
 from comppo.trainers.pipeline import Processes
 from comppo.trainers.trl.config import CompPOConfig
 
@@ -25,41 +26,54 @@ from comppo.trainers.trl.config import CompPOConfig
 class CriticRunner:
     """A critic with its optimiser and schedule, fitted once per generation.
 
+    The full-size critic copies the actor now, before anything shards or wraps it. The transport-aligned critic is built
+    when the first generation shows how wide its features are: no forward pass is made for it.
+
     Args:
         actor: the unwrapped policy.
         args: the critic's settings.
         processes: collective operations.
-        probe: gives a computation of one token, from which the widths of the features are known.
+        device: where values are needed.
     """
 
-    def __init__(
-        self, actor: Any, args: CompPOConfig, processes: Processes, *, probe: Callable[[], Computation]
-    ) -> None:
+    def __init__(self, actor: Any, args: CompPOConfig, processes: Processes, device: torch.device) -> None:
         self.args = args
         self.config = args.critic_config()
         self.processes = processes
-        self.module: Critic
-        if args.critic == "tac":
-            computation = probe()
-            widths = feature_widths(
-                self.config.features,
-                hidden_width=computation.hidden.shape[-1],
-                routing_channels=computation.routing.shape[2:].numel(),
-            )
-            self.module = TransportAlignedCritic(self.config, widths)
-            actor_parameters = sum(p.numel() for p in actor.parameters())
-            check_parameter_share(self.module, actor_parameters, self.config.max_parameter_share)
-        else:
-            self.module = StandardCritic(actor, reward_min=self.config.reward_min, reward_max=self.config.reward_max)
-        self.module.to(next(actor.parameters()).device)
-        self.optimizer = critic_optimizer(self.module, self.config)
+        self.device = device
+        # DeepSpeed's partitioned parameters keep their full size in an attribute of its own
+        self.actor_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in actor.parameters())
+        self.module: Critic | None = None
+        self.optimizer: Any = None
         self.scheduler: Any = None
-        self._saved_schedule: dict[str, Any] | None = None
+        self._saved: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        if args.critic == "standard":
+            self._install(StandardCritic(actor, reward_min=self.config.reward_min, reward_max=self.config.reward_max))
+
+    def _install(self, module: Critic) -> None:
+        self.module = module.to(self.device)
+        self.optimizer = critic_optimizer(self.module, self.config)
+        if self._saved is not None:
+            weights, state = self._saved
+            self.module.load_state_dict(weights, strict=True)
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def _install_head(self, computation: Computation) -> None:
+        widths = feature_widths(
+            self.config.features,
+            hidden_width=computation.hidden.shape[-1],
+            routing_channels=computation.routing.shape[2:].numel(),
+        )
+        head = TransportAlignedCritic(self.config, widths)
+        check_parameter_share(head, self.actor_parameters, self.config.max_parameter_share)
+        self._install(head)
 
     @property
     def mean_reward(self) -> float:
         """Mean of the rewards seen in earlier generations; 0 before the first."""
-        return float(self.module.mean_reward)
+        if self.module is not None:
+            return float(self.module.mean_reward)
+        return float(self._saved[0]["mean_reward"]) if self._saved is not None else 0.0
 
     def inputs(
         self, computation: Computation, *, mask: Tensor, baseline: Tensor, input_ids: Tensor, attention_mask: Tensor
@@ -67,6 +81,8 @@ class CriticRunner:
         """What this critic looks at: features of the actor's computation, or the tokens themselves."""
         if self.args.critic != "tac":
             return CriticInputs(mask=mask, baseline=baseline, input_ids=input_ids, attention_mask=attention_mask)
+        if self.module is None:
+            self._install_head(computation)
         features = build_features(
             self.config.features,
             mask=mask,
@@ -82,10 +98,12 @@ class CriticRunner:
 
     def observe(self, rewards: Tensor, scorable: Tensor) -> None:
         """Remember the rewards of a generation: for the baseline without a group, and for the reachable range."""
+        assert self.module is not None, "rewards are observed after the values"
         self.module.observe_rewards(self.processes.gather(rewards)[self.processes.gather(scorable)])
 
     def values(self, inputs: CriticInputs) -> Tensor:
         """Values of a rollout that the critic has not been fitted on, (rows, tokens)."""
+        assert self.module is not None, "inputs() builds the module"
         with torch.no_grad():
             rows, size = inputs.mask.shape[0], self.args.per_device_train_batch_size
             return torch.cat([self.module(inputs.rows(slice(at, at + size))) for at in range(0, rows, size)])
@@ -102,6 +120,7 @@ class CriticRunner:
             Numbers to log, by name: explained variance *before* the fit, loss before and after it, gradient norm,
             learning rate, and how many updates were skipped.
         """
+        assert self.module is not None, "inputs() builds the module"
         self._schedule(generations)
         rate = self.scheduler.get_last_lr()[0]
         report = fit_critic(
@@ -114,7 +133,8 @@ class CriticRunner:
             micro_batch_size=self.args.per_device_train_batch_size,
             all_reduce=self.processes.all_reduce,
         )
-        self.scheduler.step()
+        if report.steps:  # a generation without a trainable token teaches nothing and uses no part of the schedule
+            self.scheduler.step()
         return {
             "comppo/explained_variance": report.explained_variance,
             "comppo/critic_loss": report.loss_before,
@@ -133,18 +153,55 @@ class CriticRunner:
         self.scheduler = get_scheduler(
             self.args.critic_lr_scheduler_type, self.optimizer, num_warmup_steps=0, num_training_steps=generations
         )
-        if self._saved_schedule is not None:
-            self.scheduler.load_state_dict(self._saved_schedule)
+        if self._saved is not None and self._saved[1]["scheduler"] is not None:
+            self.scheduler.load_state_dict(self._saved[1]["scheduler"])
             for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
-    def state_dict(self) -> dict[str, Any]:
-        """Optimiser and schedule; the module's weights are saved as safetensors."""
-        schedule = self.scheduler.state_dict() if self.scheduler is not None else self._saved_schedule
-        return {"optimizer": self.optimizer.state_dict(), "scheduler": schedule}
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint must agree with: the kind of critic and its settings, but those of its learning."""
+        settings = asdict(self.config)
+        free = ("learning_rate", "weight_decay", "epochs", "gradient_clip", "max_parameter_share", "seed")
+        kept = {name: value for name, value in settings.items() if name not in free}
+        return {"critic": self.args.critic, **kept, "features": list(self.config.features)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._saved_schedule = state["scheduler"]
+    def weights(self) -> dict[str, Tensor]:
+        """The module's state, to be saved; that of a restored run before its first generation included."""
+        if self.module is not None:
+            return self.module.state_dict()
+        return self._saved[0] if self._saved is not None else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser, schedule and description; the weights are saved as safetensors."""
+        if self.module is None and self._saved is not None:
+            return self._saved[1]
+        return {
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "description": self.description(),
+        }
+
+    def restore(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Take what `weights` and `state_dict` gave; strictly, as soon as the module exists.
+
+        Args:
+            weights: the module's state.
+            state: from `state_dict`.
+
+        Raises:
+            ConfigError: the checkpoint's critic was built with other settings; names them.
+        """
+        mine, theirs = self.description(), state["description"]
+        differing = sorted(name for name in mine if mine[name] != theirs.get(name))
+        if differing:
+            listed = ", ".join(f"{name}: {theirs.get(name)!r} there, {mine[name]!r} here" for name in differing)
+            raise ConfigError(
+                f"the checkpoint's critic does not fit these settings ({listed}): resume with the critic_* and "
+                "reward_* fields that the run was started with."
+            )
+        if not weights:
+            return
+        self._saved = (weights, state)
         self.scheduler = None
+        if self.module is not None:
+            self._install(self.module)

@@ -1,5 +1,6 @@
 """`CompPOTrainer`: TRL's `GRPOTrainer` with credit per token. Only overrides that wrap `super()`; the loss is TRL's."""
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -7,15 +8,15 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from comppo.computation import ATTENTION_STATISTICS, Computation, read_computation, require_readable
+from comppo.computation import ATTENTION_STATISTICS, Computation, read_computation
 from comppo.critic import CriticInputs
-from comppo.errors import ConfigError, RunExistsError, TaskError
+from comppo.errors import RunExistsError
 from comppo.evidence.rollout import trainable_mask
-from comppo.evidence.verifiers import checked_reward, probe_rewards
 from comppo.trainers.pipeline import Assignment, Processes, Rollout, assign_credit, baselines
-from comppo.trainers.trl import checkpoint
+from comppo.trainers.trl import checkpoint, checks
 from comppo.trainers.trl.config import CompPOConfig
 from comppo.trainers.trl.critic import CriticRunner
+from comppo.trainers.trl.records import CreditSnapshot
 
 VISION_INPUTS = (
     "pixel_values",
@@ -48,7 +49,16 @@ class CompPOTrainer(GRPOTrainer):
         reward_funcs: as in TRL. A reward of None means unscorable: zero weight, counted as `comppo/unscorable`.
         args: a `CompPOConfig`; None means its defaults, as in TRL.
         train_dataset: as in TRL, with a `prompt` column.
-        **kwargs: every other argument of `GRPOTrainer`.
+        eval_dataset: as in TRL.
+        processing_class: as in TRL.
+        reward_processing_classes: as in TRL.
+        callbacks: as in TRL.
+        optimizers: as in TRL.
+        quantization_config: as in TRL.
+        peft_config: as in TRL.
+        tools: as in TRL; what a tool says gets no credit and hands later credit on.
+        rollout_func: as in TRL.
+        environment_factory: as in TRL.
 
     Raises:
         ConfigError: `args` is not a `CompPOConfig`.
@@ -75,26 +85,41 @@ class CompPOTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         args: CompPOConfig | None = None,
         train_dataset: Any = None,
-        **kwargs: Any,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = CompPOConfig(f"{str(name).split('/')[-1]}-CompPO")
-        if not isinstance(args, CompPOConfig):
-            raise ConfigError(
-                f"args is a {type(args).__name__}: pass a CompPOConfig (every field of GRPOConfig is in it)."
-            )
-        _require_prompts(train_dataset, kwargs.get("environment_factory"))
-        layers: Any = args.gate_layers_read()
-        if args.reads_attention():
-            require_readable(_config_of(model, args), layers=layers)
-        reward_funcs = _checked(reward_funcs, args, train_dataset)
-        if kwargs.get("rollout_func") is not None:
-            kwargs["rollout_func"] = self._with_ended_completions(kwargs["rollout_func"])
-        super().__init__(model, reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
-
+        checks.check_arguments(args, reward_funcs, train_dataset, eval_dataset, environment_factory)
+        checks.check_model(model, args)
+        if rollout_func is not None:
+            rollout_func = self._with_ended_completions(rollout_func)
+        super().__init__(
+            model,
+            checks.checked_rewards(reward_funcs, args, train_dataset),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         self._pipeline = args.pipeline_config()
-        self._layers = layers
         self._processes = Processes(
             count=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
@@ -102,19 +127,21 @@ class CompPOTrainer(GRPOTrainer):
             gather=self._gather,
         )
         self._rewards_per_func: Tensor | None = None
+        self._sampled = 0
         self._generations = 0
         self.sampled_responses = 0
         """Responses sampled for training so far, on all processes."""
         self.sampled_tokens = 0
-        """Tokens of those responses."""
-        self._last: tuple[Rollout, Computation | None, Assignment, dict[str, Any]] | None = None
+        """Tokens that the policy chose in them."""
+        self.last_credit: CreditSnapshot | None = None
+        """Responses and credit of the last generation; None before the first."""
         self._critic: CriticRunner | None = None
         if self._pipeline.has_critic and args.critic != "none":
-            self._critic = CriticRunner(self._unwrapped(), args, self._processes, probe=self._probe_computation)
+            self._critic = CriticRunner(self._unwrapped(), args, self._processes, self.accelerator.device)
 
     @property
     def critic(self) -> torch.nn.Module | None:
-        """The critic's module, or None."""
+        """The critic's module; None without one, and before the first generation shows how wide its features are."""
         return self._critic.module if self._critic is not None else None
 
     # ---- processes -----------------------------------------------------------------------------------------------
@@ -138,9 +165,7 @@ class CompPOTrainer(GRPOTrainer):
         vision = {name: batch[name] for name in VISION_INPUTS if name in batch}
         rows = self.args.per_device_train_batch_size
 
-        def score(
-            model: Any, input_ids: Tensor, attention_mask: Tensor, completion_length: int
-        ) -> tuple[Tensor, Tensor]:
+        def score(model: Any, input_ids: Tensor, attention_mask: Tensor, completion_length: int) -> Any:
             logps, entropies, _ = self._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, completion_length, batch_size=rows, compute_entropy=True, **vision
             )
@@ -153,23 +178,10 @@ class CompPOTrainer(GRPOTrainer):
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
             statistic=statistic if attention or statistic not in ATTENTION_STATISTICS else "output_entropy",
-            layers=self._layers if attention else (),
+            layers=self.args.gate_layers_read() if attention else (),
             sink_tokens=self.args.gate_sink_tokens,
-            hidden_layers=tuple(self.args.critic_hidden_layers),
+            hidden_layers=self.args.hidden_layers_read(),
             score=score,
-        )
-
-    def _probe_computation(self) -> Computation:
-        """A three-token pass that tells the widths of what can be read."""
-        ids = torch.full((1, 3), self._tokenizer.pad_token_id or 0, device=self.accelerator.device)
-        one = torch.ones_like(ids)
-        return self._read(
-            {
-                "prompt_ids": ids[:, :2],
-                "prompt_mask": one[:, :2],
-                "completion_ids": ids[:, 2:],
-                "completion_mask": one[:, 2:],
-            }
         )
 
     # ---- TRL's steps, wrapped ------------------------------------------------------------------------------------
@@ -178,27 +190,34 @@ class CompPOTrainer(GRPOTrainer):
         self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
         return self._rewards_per_func
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+    def _generate(self, prompts: list[Any]) -> Any:
+        generated = super()._generate(prompts)
+        # Counted here: masking truncated completions empties their mask later on
+        completion_ids, tool_mask = generated[1], generated[2]
+        self._sampled = sum(map(len, completion_ids) if tool_mask is None else map(sum, tool_mask))
+        return generated
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         completion_ids, logps = super()._generate_single_turn(*args, **kwargs)
         return self._end_empty(completion_ids, logps)
 
-    def _end_empty(self, completion_ids: list[list[int]], logps: Any) -> tuple[list[list[int]], Any]:
+    def _end_empty(self, completion_ids: Any, logps: Any) -> tuple[list[Any], Any]:
         """A backend that strips the stop token leaves nothing of a completion that is only that token: put it back."""
-        for row, ids in enumerate(completion_ids):
-            if len(ids) == 0:
-                completion_ids[row] = [self.eos_token_ids[0]]
-                if logps is not None:
-                    logps[row] = [None]
-        return completion_ids, logps
+        empty = [len(ids) == 0 for ids in completion_ids]
+        ended = [[self.eos_token_ids[0]] if none else ids for ids, none in zip(completion_ids, empty, strict=True)]
+        if logps is not None:
+            logps = [[None] if none else row for row, none in zip(logps, empty, strict=True)]
+        return ended, logps
 
     def _with_ended_completions(self, rollout_func: Any) -> Any:
         def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
             output = dict(rollout_func(prompts, trainer))
             if "env_mask" in output:
                 output["env_mask"] = [mask if len(mask) else [1] for mask in output["env_mask"]]
-            if "completion_ids" in output:
+            # Anything missing is TRL's to complain about
+            if "completion_ids" in output and "logprobs" in output:
                 output["completion_ids"], output["logprobs"] = self._end_empty(
-                    list(output["completion_ids"]), output.get("logprobs")
+                    output["completion_ids"], output["logprobs"]
                 )
             return output
 
@@ -222,19 +241,24 @@ class CompPOTrainer(GRPOTrainer):
         assignment = assign_credit(rollout, computation, values, self._pipeline, self._processes)
         metrics = assignment.metrics
         if self._critic is not None and critic_inputs is not None:
+            # After the values: neither baseline nor range may know a response's own reward
+            self._critic.observe(rollout.response_rewards, rollout.scorable)
             metrics = metrics | self._critic.fit(
                 critic_inputs, assignment.credit.returns, generations=self._generations_planned()
             )
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         self._show_advantages(assignment, rollout)
-        self._generations += 1
-        counts = torch.stack([batch["completion_mask"].sum(), batch["completion_mask"].new_tensor(len(rollout.mask))])
+        self._count(rollout)
+        self.last_credit = CreditSnapshot.take(batch, rollout, assignment, computation)
+        return assignment.advantages
+
+    def _count(self, rollout: Rollout) -> None:
+        counts = torch.tensor([self._sampled, len(rollout.mask)], device=rollout.mask.device)
         tokens, responses = self._all_reduce(counts).tolist()
+        self._generations += 1
         self.sampled_tokens += tokens
         self.sampled_responses += responses
-        self._last = (rollout, computation, assignment, batch)
-        return assignment.advantages
 
     def _rollout(self, batch: dict[str, Any]) -> Rollout:
         per_func = self._rewards_per_func
@@ -253,9 +277,7 @@ class CompPOTrainer(GRPOTrainer):
 
     def _critic_inputs(self, batch: dict[str, Any], rollout: Rollout, computation: Computation) -> CriticInputs:
         assert self._critic is not None
-        # The mean of earlier generations: a response's own reward must not be in its baseline
         baseline = baselines(rollout, default=self._critic.mean_reward, processes=self._processes)
-        self._critic.observe(rollout.response_rewards, rollout.scorable)
         return self._critic.inputs(
             computation,
             mask=rollout.mask,
@@ -292,21 +314,24 @@ class CompPOTrainer(GRPOTrainer):
         Raises:
             RunExistsError: `output_dir` holds checkpoints and `resume_from_checkpoint` is not given.
         """
+        # Transformers stores the field, but reads the argument alone
+        resume_from_checkpoint = resume_from_checkpoint or self.args.resume_from_checkpoint or None
         folder = Path(self.args.output_dir)
-        kept = sorted(folder.glob("checkpoint-*")) if folder.is_dir() else []
-        fresh = not (resume_from_checkpoint or self.args.resume_from_checkpoint)
-        if fresh and kept and self.state.global_step == 0:
+        kept = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+        if kept and not resume_from_checkpoint and self.state.global_step == 0:
+            last = max(kept, key=lambda path: int(path.name.removeprefix("checkpoint-")))
             raise RunExistsError(
-                f"output_dir={str(folder)!r} already holds {kept[-1].name}: choose another folder, or continue that "
-                "run with resume_from_checkpoint=True. Nothing was overwritten."
+                f"output_dir={str(folder)!r} already holds {last.name}: choose another folder, or continue that run "
+                "with resume_from_checkpoint=True. Nothing was overwritten."
             )
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        # First, because Transformers pushes the folder and deletes older ones at the end of its own saving
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             checkpoint.save(folder, self._critic, {name: getattr(self, name) for name in COUNTERS})
+        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint_folder)
@@ -326,81 +351,8 @@ class CompPOTrainer(GRPOTrainer):
             One dictionary per response: prompt, completion, reward, and per token its text, advantage, gate, value,
             statistic, log-probability, and whether it was trained. Empty before the first generation.
         """
-        if self._last is None:
-            return []
-        rollout, computation, assignment, batch = self._last
-        order = rollout.response_rewards.argsort(descending=True, stable=True).tolist()
-        # From both ends inwards, so that a few responses show success and failure
-        picked = [order[i // 2] if i % 2 == 0 else order[-(i // 2) - 1] for i in range(min(limit, len(order)))]
-        per_token = {
-            "advantages": assignment.advantages,
-            "gates": assignment.gates,
-            "values": assignment.values,
-            "statistic": computation.statistic if computation is not None else None,
-            "logps": computation.logps if computation is not None else None,
-        }
-        return [self._credit_record(row, batch, rollout, per_token) for row in picked]
-
-    def _credit_record(
-        self, row: int, batch: dict[str, Any], rollout: Rollout, per_token: dict[str, Tensor | None]
-    ) -> dict[str, Any]:
-        kept = batch["completion_mask"][row].bool()
-        prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
-        ids = batch["completion_ids"][row][kept].tolist()
-        record: dict[str, Any] = {
-            "prompt": self._tokenizer.decode(prompt),
-            "completion": self._tokenizer.decode(ids),
-            "reward": rollout.response_rewards[row].item() if rollout.scorable[row] else None,
-            "tokens": [self._tokenizer.decode([token]) for token in ids],
-            "trained": rollout.mask[row][kept].tolist(),
-        }
-        for name, tensor in per_token.items():
-            record[name] = tensor[row][kept].tolist() if tensor is not None else None
-        return record
+        return [] if self.last_credit is None else self.last_credit.records(self._tokenizer, limit)
 
     def gate_histogram(self, bins: int = 40) -> dict[str, Any] | None:
-        """How the gates of the last generation are distributed: edges, counts, mean; None without gates."""
-        if self._last is None or self._last[2].gates is None:
-            return None
-        gates = self._last[2].gates[self._last[0].mask].double().cpu()
-        if gates.numel() == 0:
-            return None
-        low, high = gates.min().item(), gates.max().item()
-        counts, edges = torch.histogram(gates, bins=bins, range=(low, max(high, low + 1e-6)))
-        return {
-            "edges": edges.tolist(),
-            "counts": [int(count) for count in counts.tolist()],
-            "minimum": low,
-            "maximum": high,
-            "mean": gates.mean().item(),
-        }
-
-
-def _config_of(model: Any, args: CompPOConfig) -> Any:
-    """The model's configuration, read before any weights are."""
-    if not isinstance(model, str):
-        return model
-    from transformers import AutoConfig
-
-    known = {k: v for k, v in (args.model_init_kwargs or {}).items() if k in ("revision", "token", "cache_dir")}
-    return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **known)
-
-
-def _require_prompts(dataset: Any, environment: Any) -> None:
-    columns = getattr(dataset, "column_names", None)
-    if environment is None and columns is not None and "prompt" not in columns:
-        raise TaskError(
-            f"train_dataset has the columns {list(columns)}, but no 'prompt': rename the column that holds the "
-            "prompts, e.g. dataset.rename_column('question', 'prompt')."
-        )
-
-
-def _checked(reward_funcs: Any, args: CompPOConfig, dataset: Any) -> Any:
-    """Reward functions that name themselves when they misbehave, tried once before anything expensive."""
-    if reward_funcs is None:
-        return None
-    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    if args.probe_rewards and hasattr(dataset, "__getitem__") and len(dataset) > 0:
-        plain = [f for f in functions if callable(f) and not isinstance(f, torch.nn.Module)]
-        probe_rewards(plain, [dataset[0], dataset[min(1, len(dataset) - 1)]])
-    return [checked_reward(f) if callable(f) and not isinstance(f, torch.nn.Module) else f for f in functions]
+        """How the gates of the last generation are distributed: edges, counts, minimum, maximum, mean; None without."""
+        return None if self.last_credit is None else self.last_credit.gate_histogram(bins)
