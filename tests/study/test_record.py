@@ -1,6 +1,7 @@
 import enum
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from comppo.errors import ConfigError, RunExistsError
 from comppo.report.runfiles import RecordError
-from comppo.study.record import RunRecorder, plain, read_metrics, versions
+from comppo.study.record import RunRecorder, masked_command, plain, read_metrics, versions
 
 
 def test_a_run_is_written_and_read_back(tmp_path):
@@ -33,7 +34,7 @@ def test_each_line_is_on_disk_at_once(tmp_path):
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step + 1
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "result.json"])
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "result.json", "credit.json", "gates.json"])
 def test_an_earlier_run_is_left_alone(tmp_path, name):
     (tmp_path / name).write_text("kept")
     with pytest.raises(RunExistsError, match=rf"already holds {name}.*choose another folder"):
@@ -173,3 +174,37 @@ def test_versions_do_not_need_the_package():
     assert found["torch"] == torch.__version__.split("+")[0] or found["torch"] == torch.__version__
     assert found["surely-not-installed"] is None
     assert set(versions()) == {"python", "torch", "transformers", "trl", "comppo"}
+
+
+def test_secrets_are_masked_wherever_they_stand(tmp_path):
+    run = RunRecorder(tmp_path)
+    settings = {
+        "hub_token": "abc1",
+        "model_init_kwargs": {"token": "abc2", "revision": "main"},
+        "nested": [{"api_key": "abc3"}],
+        "as_json": '{"password": "abc4", "a": 1}',
+        "url": "https://user:abc5@host/path",
+        "free_text": "uses hf_abc6abcdefghijklmnop here",
+        "client_secret": "abc7",
+        "gate_sink_tokens": 1,
+        "push_to_hub_token": None,
+        "gate_unit": "tokens",
+    }
+    run.write_json("run.json", {"config": settings})
+    text = (tmp_path / "run.json").read_text()
+    assert not [f"abc{i}" for i in range(1, 8) if f"abc{i}" in text]
+    config = json.loads(text)["config"]
+    assert config["model_init_kwargs"] == {"token": "***", "revision": "main"}
+    assert (config["gate_sink_tokens"], config["push_to_hub_token"], config["gate_unit"]) == (1, None, "tokens")
+    assert config["url"] == "https://***@host/path"
+
+
+def test_commands_are_quoted_and_masked():
+    words = ["comppo", "train", "--hub_token", "abc", "--push-to-hub-token=abc", "--run_name", "two words", "--lam=1"]
+    words += ["--model_init_kwargs", '{"token": "abc", "a": 1}', "--task_params", '{"length": 2}']
+    shown = masked_command(words)
+    assert "abc" not in shown
+    assert shlex.split(shown) == [
+        *("comppo", "train", "--hub_token", "***", "--push-to-hub-token=***", "--run_name", "two words", "--lam=1"),
+        *("--model_init_kwargs", '{"token": "***", "a": 1}', "--task_params", '{"length": 2}'),
+    ]

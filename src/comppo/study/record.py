@@ -12,16 +12,82 @@ import json
 import math
 import os
 import platform
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from comppo.errors import ConfigError, RunExistsError
-from comppo.report.runfiles import METRICS_FILE, RESULT_FILE, RUN_FILE, read_metrics, write_atomically
+from comppo.report.runfiles import (
+    CREDIT_FILE,
+    GATES_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    read_metrics,
+    write_atomically,
+)
 
-__all__ = ["RunRecorder", "read_metrics", "versions"]
+__all__ = ["RunRecorder", "masked", "masked_command", "read_metrics", "versions"]
 
 RECORDED_PACKAGES = ("torch", "transformers", "trl", "comppo")
+
+
+RECORDS = (RUN_FILE, METRICS_FILE, RESULT_FILE, CREDIT_FILE, GATES_FILE)
+"""Everything that a recorder writes."""
+MASK = "***"
+_SECRET_NAME = re.compile(r"(^|[_-])(tokens?|password|passwd|secret|credentials?|(api|access|secret)[_-]?key)$", re.I)
+_SECRET_TEXT = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^/@\s]+(?=@)")
+"""Tokens of the Hugging Face hub, and what stands before the host of an address."""
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """A copy of `value` without secrets.
+
+    Args:
+        value: a setting; text, numbers, and mappings and lists of settings.
+        name: of the setting; where it speaks of a token, password, secret or key, its text is masked as a whole.
+
+    Returns:
+        `value` with `MASK` in the place of each secret, in nested settings and in JSON within text too.
+    """
+    if isinstance(value, Mapping):
+        return {key: masked(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(item, name) for item in value]
+    if not value or not isinstance(value, str) or isinstance(value, enum.Enum):
+        return value
+    if _SECRET_NAME.search(name):
+        return MASK
+    if value.lstrip().startswith(("{", "[")):
+        try:
+            content = json.loads(value)
+        except ValueError:
+            content = None
+        if content is not None and masked(content) != content:
+            return json.dumps(masked(content))
+    return _SECRET_TEXT.sub(MASK, value)
+
+
+def masked_command(words: Sequence[str]) -> str:
+    """A command line as a shell takes it, without secrets.
+
+    Args:
+        words: program and arguments, `--name value` and `--name=value` alike.
+
+    Returns:
+        One line, quoted for a POSIX shell, with `MASK` in the place of secrets (see `masked`).
+    """
+    shown: list[str] = []
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            shown.append(name + equals + masked(value, name.lstrip("-")))
+        else:
+            shown.append(masked(word, name.lstrip("-")))
+    return shlex.join(shown)
 
 
 def versions(packages: Sequence[str] = RECORDED_PACKAGES) -> dict[str, str | None]:
@@ -89,8 +155,8 @@ class RunRecorder:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (RUN_FILE, METRICS_FILE, RESULT_FILE):
-            if (self.folder / name).exists():
+        for name in RECORDS:
+            if os.path.lexists(self.folder / name):
                 raise RunExistsError(
                     f"{self.folder} already holds {name} of an earlier run: choose another folder, or move it away."
                 )
@@ -145,7 +211,7 @@ class RunRecorder:
 
         Args:
             name: such as "run.json", without a path.
-            content: anything `plain` accepts.
+            content: anything `plain` accepts; secrets among the settings in "run.json" are masked.
 
         Returns:
             Path of the file that was written.
@@ -157,7 +223,7 @@ class RunRecorder:
             raise ConfigError(f"name={name!r}: pass a file name that ends in .json, without a path.")
         path = self.folder / name
         # A setting may well be infinite, such as a horizon; anywhere else infinity is a failed measurement.
-        content = plain(content, infinity="inf" if name == RUN_FILE else None)
+        content = masked(plain(content, infinity="inf")) if name == RUN_FILE else plain(content)
         # Escaped to ASCII: a token may be half a character, which UTF-8 cannot hold.
         write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
         return path

@@ -16,9 +16,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from comppo.errors import ConfigError
+from comppo.errors import ConfigError, RunExistsError
+from comppo.report.runfiles import METRICS_FILE
 from comppo.study.arms import TITLES, arm_settings
-from comppo.study.record import RunRecorder, versions
+from comppo.study.record import RunRecorder, read_metrics, versions
 
 MODEL_FOLDER = "model"
 
@@ -63,20 +64,29 @@ class RecordingCallback(TrainerCallback):
         recorder: the run folder; None on processes that do not write.
         evaluate: gives the held-out accuracy now, or None for no evaluation.
         every: steps between evaluations; 0 for none in between.
+        earlier: seconds of training before this session, of a run that is resumed.
     """
 
-    def __init__(self, recorder: RunRecorder | None, evaluate: Callable[[], float] | None, *, every: int) -> None:
+    def __init__(
+        self,
+        recorder: RunRecorder | None,
+        evaluate: Callable[[], float] | None,
+        *,
+        every: int,
+        earlier: float = 0.0,
+    ) -> None:
         self.recorder = recorder
         self.evaluate = evaluate
         self.every = every
+        self.earlier = earlier
         self.started = time.perf_counter()
         self.evaluating = 0.0
         """Seconds spent on held-out evaluation, which is not training."""
 
     @property
     def training_time(self) -> float:
-        """Seconds since training began, without held-out evaluation."""
-        return time.perf_counter() - self.started - self.evaluating
+        """Seconds of training so far, those of earlier sessions included, without held-out evaluation."""
+        return self.earlier + time.perf_counter() - self.started - self.evaluating
 
     def accuracy(self, step: int) -> float | None:
         """Evaluate now and write it down."""
@@ -101,6 +111,10 @@ class RecordingCallback(TrainerCallback):
         if self.every and state.global_step % self.every == 0 and state.global_step < state.max_steps:
             self.accuracy(state.global_step)
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write down when the checkpoint was made: a resumed run counts on from there."""
+        self._append({"step": state.global_step})
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write a log line."""
         if logs:
@@ -120,22 +134,53 @@ def peak_memory_mb() -> float:
 
 
 def held_out_evaluation(trainer: Any, task: Any) -> tuple[Callable[[], float] | None, int]:
-    """A function that measures greedy accuracy on the task's held-out prompts, and their number."""
+    """How a run's held-out accuracy is measured.
+
+    Args:
+        trainer: a `CompPOTrainer`.
+        task: the task it trains on.
+
+    Returns:
+        A function that gives the mean reward of the most probable responses to the task's held-out prompts, in the
+        reward units that training sees (see `greedy_accuracy`), and the number of prompts; None and 0 without any.
+
+    Raises:
+        ConfigError: the held-out prompts come with images.
+    """
     if task.eval_dataset is None or len(task.eval_dataset) == 0:
         return None, 0
     from comppo.evaluation.greedy import greedy_accuracy
 
+    seen = {"image", "images"} & set(task.eval_dataset.column_names)
+    if seen:
+        raise ConfigError(
+            f"the held-out prompts have a column {seen.pop()!r}, which held-out evaluation does not show to the model: "
+            "set eval_prompts: 0 and leave eval_split out."
+        )
+
     def evaluate() -> float:
         result = greedy_accuracy(
             trainer.accelerator.unwrap_model(trainer.model),
-            trainer.processing_class,
+            getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
             task.eval_dataset,
-            task.reward_funcs[0],
+            task.reward_funcs,
             max_new_tokens=trainer.max_completion_length,
+            reward_weights=trainer.args.reward_weights,
+            trainer_state=trainer.state,
+            async_loop=getattr(trainer, "async_loop", None),
+            chat_template_kwargs=trainer.args.chat_template_kwargs,
         )
         return float(result.accuracy)
 
     return evaluate, len(task.eval_dataset)
+
+
+def earlier_sessions(recorder: RunRecorder | None) -> tuple[float | None, float]:
+    """What the metrics of a resumed run say: held-out accuracy before training, and seconds of training until then."""
+    rows = read_metrics(recorder.folder / METRICS_FILE) if recorder is not None else []
+    before = [row["eval_accuracy"] for row in rows if row.get("step") == 0 and row.get("eval_accuracy") is not None]
+    seconds = [row["time_s"] for row in rows if row.get("time_s") is not None]
+    return (before[0] if before else None), max(seconds, default=0.0)
 
 
 def recorded_training(
@@ -149,15 +194,20 @@ def recorded_training(
         recorder: writes the run folder; None on processes that do not write.
         folder: the run folder.
         eval_every: steps between held-out evaluations.
-        resume: continue from the last checkpoint in the trainer's `output_dir`.
+        resume: continue from the last checkpoint in the trainer's `output_dir`; `recorder` was made by
+            `RunRecorder.resume`.
 
     Returns:
-        What stands in `result.json`.
+        What stands in `result.json`. After `resume`, `accuracy_before` is that of the untrained model and `time_s`
+        (seconds, without held-out evaluation) counts the steps before the checkpoint too, as far as they were written
+        down; `peak_memory_mb` (10^6 bytes) is that of the last session alone.
     """
     evaluate, count = held_out_evaluation(trainer, task)
-    callback = RecordingCallback(recorder, evaluate, every=eval_every)
+    before, earlier = earlier_sessions(recorder) if resume else (None, 0.0)
+    callback = RecordingCallback(recorder, evaluate, every=eval_every, earlier=earlier)
     trainer.add_callback(callback)
-    before = None if resume else callback.accuracy(0)
+    if not resume:
+        before = callback.accuracy(0)
     trainer.train(resume_from_checkpoint=True if resume else None)
     seconds = callback.training_time
     result = {
@@ -215,12 +265,19 @@ def execute(spec: RunSpec) -> dict[str, Any]:
     }
     args = CompPOConfig(**{name: value for name, value in settings.items() if value is not None})
     recorder = RunRecorder(Path(spec.folder))
+    if os.path.lexists(recorder.folder / MODEL_FOLDER):
+        raise RunExistsError(f"{recorder.folder} already holds {MODEL_FOLDER}: choose another folder, or move it away.")
     recorder.write_json(
         "run.json",
         {
             "name": spec.arm,
             "title": TITLES.get(spec.arm, spec.arm),
-            "config": {**asdict(spec), "gate": asdict(args.gate_config())},
+            "config": {
+                **asdict(spec),
+                "gate": asdict(args.gate_config()),
+                # What was used, defaults included
+                "settings": args.to_dict(),
+            },
             "versions": versions(),
             "seed": spec.seed,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
