@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from comppo.cli.extras import require_training
+from comppo.cli.extras import check_writable, require_training
 from comppo.errors import ComppoError, ConfigError, RunExistsError
 
 ARMS = ("comppo", "grpo")
@@ -52,6 +52,7 @@ def command(output: Path | None, steps: int, seed: int) -> None:
 def choose_folder(output: Path | None) -> Path:
     """`output` if it holds nothing, or the next free `runs/quickstart-N`."""
     if output is not None:
+        check_writable(output, "--output")
         if output.exists() and any(output.iterdir()):
             raise RunExistsError(f"--output {output} is not empty: choose another folder. Nothing was overwritten.")
         return output

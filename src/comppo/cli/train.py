@@ -1,16 +1,30 @@
 """`comppo train`: TRL's argument conventions (dataclass fields, YAML, overrides), any causal model, any task."""
 
-import difflib
 import json
 import os
-from dataclasses import dataclass, field
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from comppo.cli.extras import require_training
-from comppo.errors import ConfigError, RunExistsError
+from comppo.cli.arguments import parse
+from comppo.cli.extras import check_writable, require_training
+from comppo.errors import ComppoError, ConfigError, RunExistsError
+
+WRITTEN = (
+    "run.json",
+    "metrics.jsonl",
+    "result.json",
+    "credit.json",
+    "gates.json",
+    "model",
+    "README.md",
+    "completions",
+)
+"""What a run writes into its folder, beside checkpoints: by `RunRecorder`, `recorded_training` and TRL."""
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 @click.command(
@@ -36,37 +50,23 @@ def train(arguments: list[str]) -> None:
         ComppoError: a field, the task, a reward function, the model or the output folder is wrong.
     """
     script, args, model_args = parse(arguments)
+    check_fields(script, args)
     name = model_args.model_name_or_path
     if not name:
         raise ConfigError("model_name_or_path is missing: give a hub name, a folder, or 'bundled'.")
     folder = Path(args.output_dir)
     last_step = check_output(folder, resume=script.resume)
+    spec, params = task_of(script)
+    from comppo.tasks.registry import load_task
 
-    from comppo.tasks.base_models import resolve_model
+    task = load_task(spec, seed=args.seed, params=params)
+    trainer = make_trainer(task, args, model_args)
 
-    task = load(script, args.seed)
-
-    from trl import get_peft_config, get_quantization_config
-
-    from comppo.study.record import RunRecorder, versions
+    from comppo.study.record import RunRecorder, masked_command, versions
     from comppo.study.run import recorded_training
-    from comppo.trainers.trl.trainer import CompPOTrainer
 
-    args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(args.model_init_kwargs or {}),
-    }
-    trainer = CompPOTrainer(
-        model=resolve_model(name),
-        reward_funcs=task.reward_funcs,
-        args=args,
-        train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset if args.eval_strategy != "no" else None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    # No process may find the records of this very run in its own check of the folder
+    trainer.accelerator.wait_for_everyone()
     recorder = None
     if trainer.accelerator.is_main_process:
         recorder = RunRecorder(folder) if last_step is None else RunRecorder.resume(folder, step=last_step)
@@ -76,10 +76,16 @@ def train(arguments: list[str]) -> None:
             {
                 "name": "comppo",
                 "title": f"comppo train, {args.operator}",
-                "config": {"model": name, "task": script.task or script.dataset_name, **args.to_dict()},
+                "config": {
+                    "model": name,
+                    "task": spec,
+                    "task_params": params,
+                    "model_config": asdict(model_args),
+                    **args.to_dict(),
+                },
                 "versions": versions(),
                 "seed": args.seed,
-                "command": f"comppo train {' '.join(arguments)}",
+                "command": masked_command(["comppo", "train", *arguments]),
             },
         )
     result = recorded_training(
@@ -87,6 +93,76 @@ def train(arguments: list[str]) -> None:
     )
     if recorder is not None:
         show(result, folder)
+
+
+def make_trainer(task: Any, args: Any, model_args: Any) -> Any:
+    """The trainer, with its model loaded.
+
+    Args:
+        task: what it trains on.
+        args: a `CompPOConfig`; its `model_init_kwargs` are completed from `model_args`.
+        model_args: TRL's `ModelConfig`.
+
+    Returns:
+        A `CompPOTrainer`.
+
+    Raises:
+        ConfigError: the model cannot be found or read, or TRL refuses the settings.
+        ComppoError: as `CompPOTrainer` raises it.
+    """
+    from trl import get_peft_config, get_quantization_config
+
+    from comppo.tasks.base_models import resolve_model
+    from comppo.trainers.trl.trainer import CompPOTrainer
+
+    model = resolve_model(model_args.model_name_or_path)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    check_model(model, args)
+    try:
+        return CompPOTrainer(
+            model=model,
+            reward_funcs=task.reward_funcs,
+            args=args,
+            train_dataset=task.train_dataset,
+            eval_dataset=task.eval_dataset if args.eval_strategy != "no" else None,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    except ComppoError:
+        raise
+    # Files of the model that are missing, packages that are not installed, settings that TRL refuses: not training yet
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(
+            f"the trainer for model_name_or_path={model_args.model_name_or_path!r} cannot be made with these settings: "
+            f"{error}"
+        ) from error
+
+
+def check_model(model: str, args: Any) -> None:
+    """Read the model's configuration before anything is loaded.
+
+    Args:
+        model: hub name or folder.
+        args: a `CompPOConfig` with `model_init_kwargs`.
+
+    Raises:
+        ConfigError: there is no such model, or its configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    options = {k: v for k, v in args.model_init_kwargs.items() if k in ("revision", "token", "cache_dir", "subfolder")}
+    try:
+        AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model_name_or_path={model!r} cannot be read: {error}\nGive a hub name (with model_revision and, for "
+            "private models, a login), a folder with config.json, or 'bundled'."
+        ) from error
 
 
 def show(result: dict[str, Any], folder: Path) -> None:
@@ -101,77 +177,38 @@ def show(result: dict[str, Any], folder: Path) -> None:
     )
 
 
-def parse(arguments: list[str]) -> tuple[Any, Any, Any]:
-    """Command line and YAML file as (script arguments, CompPOConfig, ModelConfig)."""
-    from trl import ModelConfig, ScriptArguments, TrlParser
-
-    from comppo.trainers.trl.config import CompPOConfig
-
-    @dataclass
-    class TrainArguments(ScriptArguments):
-        """What to train on."""
-
-        task: str | None = field(
-            default=None,
-            metadata={"help": "chain, reasoning_gym:NAME, or a hub or local data set with a `prompt` column."},
-        )
-        task_params: dict[str, Any] | str | None = field(
-            default=None, metadata={"help": "Parameters of the task, as a mapping in YAML or as JSON."}
-        )
-        reward_funcs: list[str] | None = field(
-            default=None, metadata={"help": "For data sets: math_verify, exact_match or module:function."}
-        )
-        heldout_every: int = field(
-            default=0, metadata={"help": "Steps between greedy held-out evaluations; 0: before and after only."}
-        )
-        resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
-
-    parser = TrlParser((TrainArguments, CompPOConfig, ModelConfig), prog="comppo train")
-    known = sorted(option.lstrip("-") for action in parser._actions for option in action.option_strings)
-    check_config_file(arguments, known)
-    given = [argument[2:].split("=")[0] for argument in arguments if argument.startswith("--")]
-    check_names([name for name in given if name != "config"], known, "command line")
-    script, args, model_args = parser.parse_args_and_config(args=arguments)
-    return script, args, model_args
+def check_fields(script: Any, args: Any) -> None:
+    """Refuse fields of TRL's that would have no effect here."""
+    refused = {
+        "dataset_streaming": (script.dataset_streaming, "data sets are read as a whole: leave it out"),
+        "ignore_bias_buffers": (script.ignore_bias_buffers, "it has no effect here: leave it out"),
+        "resume_from_checkpoint": (args.resume_from_checkpoint, "use --resume, which takes the last checkpoint"),
+    }
+    for name, (value, remedy) in refused.items():
+        if value:
+            raise ConfigError(f"{name}={value!r} is not supported: {remedy}.")
 
 
-def check_config_file(arguments: list[str], known: list[str]) -> None:
-    """Refuse a configuration file that is missing, is not a mapping, or names a field that does not exist."""
-    if "--config" not in arguments:
-        return
-    at = arguments.index("--config") + 1
-    if at == len(arguments):
-        raise ConfigError("--config needs the path of a YAML file.")
-    import yaml
+def task_of(script: Any) -> tuple[str, dict[str, Any]]:
+    """The task that the arguments name, and its parameters.
 
-    path = Path(arguments[at])
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}: there is no such file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold a mapping of fields, got {type(content).__name__}.")
-    check_names([str(name) for name in content if name != "env"], known, str(path))
+    Args:
+        script: the script arguments, as `parse` gives them.
 
+    Returns:
+        Spec and parameters for `load_task`, with TRL's `dataset_*` fields and `reward_funcs` among the latter.
 
-def check_names(names: list[str], known: list[str], where: str) -> None:
-    """Refuse fields that do not exist, with the nearest ones that do."""
-    for name in names:
-        if name.replace("-", "_") not in known and name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else "comppo train --help lists all fields."
-            raise ConfigError(f"unknown field {name!r} in {where}: {hint}")
-
-
-def load(script: Any, seed: int) -> Any:
-    """The task that the arguments name."""
-    from comppo.tasks.registry import load_task
+    Raises:
+        ConfigError: no task, contradicting fields, parameters that are no mapping, or a field that cannot apply.
+        TaskError: the task is unknown.
+    """
+    from comppo.tasks.registry import accepted_parameters
 
     spec = script.task or script.dataset_name
     if not spec:
         raise ConfigError("task is missing: give chain, reasoning_gym:NAME, or a hub or local data set.")
+    if script.dataset_name not in (None, spec):
+        raise ConfigError(f"task={script.task!r} and dataset_name={script.dataset_name!r} differ: give one of them.")
     params = script.task_params or {}
     if isinstance(params, str):
         try:
@@ -180,9 +217,27 @@ def load(script: Any, seed: int) -> Any:
             raise ConfigError(f"task_params={params!r} is not JSON: {error}.") from None
     if not isinstance(params, dict):
         raise ConfigError(f"task_params must be a mapping, got {params!r}.")
-    if script.reward_funcs:
-        params = {**params, "reward": script.reward_funcs}
-    return load_task(spec, seed=seed, params=params)
+    accepted = accepted_parameters(spec)
+    params = dict(params)
+    fields = {
+        "dataset_config": "config",
+        "dataset_train_split": "split",
+        "dataset_test_split": "eval_split",
+        "reward_funcs": "reward",
+    }
+    for name, parameter in fields.items():
+        value = getattr(script, name)
+        if value is None:
+            continue
+        if "prompt_column" not in accepted or parameter not in accepted:  # the former marks data sets
+            what = "hub data sets" if parameter == "config" else "data sets"
+            raise ConfigError(f"{name}={value!r} cannot apply to task {spec!r}: it is for {what}. Leave it out.")
+        if name != "reward_funcs" and params.get(parameter, value) != value:
+            raise ConfigError(
+                f"{name}={value!r} contradicts {parameter}={params[parameter]!r} in task_params: give one of them."
+            )
+        params[parameter] = value
+    return spec, params
 
 
 def check_output(folder: Path, *, resume: bool) -> int | None:
@@ -196,24 +251,30 @@ def check_output(folder: Path, *, resume: bool) -> int | None:
         The step of that checkpoint, or None for a new run.
 
     Raises:
-        RunExistsError: the folder holds a run and `resume` is false, or a finished run and `resume` is true.
-        ConfigError: there is nothing to resume.
+        RunExistsError: the folder holds a run, or any file that a run would replace, and `resume` is false; or a
+            finished run and `resume` is true.
+        ConfigError: the folder is a file or cannot be written to, or there is nothing to resume.
     """
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    check_writable(folder, "output_dir")
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    steps = sorted(int(match[1]) for match in map(CHECKPOINT.fullmatch, names) if match)
     if not resume:
-        held = [name for name in ("run.json", "metrics.jsonl", "result.json", "model") if (folder / name).exists()]
-        held += [path.name for path in checkpoints[-1:]]
+        held = [name for name in WRITTEN if name in names] + [f"checkpoint-{step}" for step in steps[-1:]]
         if held:
             raise RunExistsError(
-                f"output_dir={str(folder)!r} already holds a run ({', '.join(held)}): choose another folder, or "
-                "continue it with --resume. Nothing was overwritten."
+                f"output_dir={str(folder)!r} already holds a run, or files that a run would replace "
+                f"({', '.join(held)}): choose another folder, or continue a run with --resume. Nothing was overwritten."
             )
         return None
-    if (folder / "result.json").exists():
+    if "result.json" in names:
         raise RunExistsError(f"the run in {str(folder)!r} is finished: choose another output_dir for a new one.")
-    if not checkpoints:
+    if "run.json" not in names:
+        raise ConfigError(
+            f"--resume: {str(folder)!r} holds no run.json, so no run of comppo train. Start without --resume."
+        )
+    if not steps:
         raise ConfigError(
             f"--resume: {str(folder)!r} holds no checkpoint. Start without --resume, with save_strategy and "
             "save_steps set."
         )
-    return int(checkpoints[-1].name.rpartition("-")[2])
+    return steps[-1]

@@ -140,14 +140,11 @@ def _factory(config: Any) -> Callable[..., Any] | None:
     import transformers
 
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    named = getattr(transformers, name, None) if name else None
-    if (
-        isinstance(named, type)
-        and issubclass(named, transformers.PreTrainedModel)
-        and named.config_class is type(config)
-        and named.can_generate()
-    ):
-        return named._from_config  # type: ignore[no-any-return]
+    named: Any = getattr(transformers, name, None) if name else None
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    if is_model and named.config_class is type(config) and named.can_generate():
+        make: Callable[..., Any] = named._from_config
+        return make
     for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
         cls = getattr(transformers, auto, None)
         if cls is not None and type(config) in cls._model_mapping:
