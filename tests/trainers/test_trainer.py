@@ -380,6 +380,21 @@ def test_an_unreadable_model_is_refused_before_it_is_loaded(tmp_path):
         )
 
 
+def test_attention_that_hides_its_masks_is_refused_before_the_model_is_loaded(tmp_path):
+    from comppo import CompPOConfig, CompPOTrainer
+
+    tiny.model().config.save_pretrained(tmp_path / "llama")  # no weights: loading would fail
+    with pytest.raises(UnreadableModelError, match="flex_attention"):
+        CompPOTrainer(
+            str(tmp_path / "llama"),
+            tiny.digit_reward,
+            args=CompPOConfig(
+                **tiny.settings(tmp_path / "run", model_init_kwargs={"attn_implementation": "flex_attention"})
+            ),
+            train_dataset=tiny.dataset(),
+        )
+
+
 def test_trl_arguments_are_refused_with_the_remedy(tmp_path):
     from comppo import CompPOTrainer
 

@@ -82,7 +82,7 @@ def check_model(model: Any, args: CompPOConfig) -> None:
     require_readable(
         configuration(model, args) if isinstance(model, str) else model,
         layers=args.gate_layers_read(),
-        **({"attn_implementation": requested} if requested else {}),
+        attn_implementation=requested,
     )
 
 

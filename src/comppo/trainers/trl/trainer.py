@@ -119,6 +119,8 @@ class CompPOTrainer(GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        # A configuration alone may not have told
+        checks.check_model(self._unwrapped(), args)
         self._pipeline = args.pipeline_config()
         self._processes = Processes(
             count=self.accelerator.num_processes,
