@@ -126,6 +126,9 @@ def test_resume_continues_and_repeats_nothing(tmp_path):
         ({"save_strategy": False}, "put the word in quotes"),
         ({"critic_hidden_layers": ["a"]}, "a list of whole numbers"),
         ({"output_dir": [1]}, "output_dir=[1] does not fit: output_dir takes text"),
+        ({"parallelism_config": True}, "parallelism_config takes an object, which only a program can give"),
+        ({"heldout_every": -1}, "heldout_every=-1 must be at least 0"),
+        ({"task": "data.jsonl", "task_params": {"reward": 3}}, "reward=3 must be a name or a list of names"),
         ({"env": 3}, "env=3 must be a mapping"),
         ({"no_shuffle_dataset": "maybe"}, "no_shuffle_dataset='maybe' must be true or false"),
         ({"no_shuffle_dataset": True, "shuffle_dataset": True}, "set the same field"),
@@ -175,6 +178,7 @@ def test_the_command_line_is_refused_in_one_message(tmp_path, in_process):
     for arguments, message in [
         (["--config", config, "--gamma", "high"], "--gamma: invalid float value: 'high'"),
         (["--config", config, "stray"], "stray"),
+        (["--config", config, "--parallelism_config", "x"], "parallelism_config"),
         (["--config", config, f"--config={config}"], "--config is given 2 times"),
         (["--config"], "needs the path"),
         (["--config="], "needs the path"),

@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Any, Any]:
     except ComppoError:
         raise
     # Raised by checks of TRL and Transformers, which name the field
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, OSError, ImportError) as error:
         raise ConfigError(f"these settings are refused: {error}") from error
     return script, args, model_args
 
@@ -231,7 +231,10 @@ def fitting(name: str, value: Any, hint: Any, *, none: bool, where: str) -> Any:
 
 
 def _kinds(hint: Any) -> tuple[set[Any], set[Any]]:
-    """The plain types that a field takes (`object`: anything), and those of the items of its list."""
+    """The plain types that a field takes (`object`: anything), and those of the items of its list.
+
+    Other classes are left out: neither a file nor a command line can give an object of theirs.
+    """
     kinds: set[Any] = set()
     item: set[Any] = set()
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
@@ -244,8 +247,10 @@ def _kinds(hint: Any) -> tuple[set[Any], set[Any]]:
             item |= _kinds(typing.get_args(part)[0])[0]
         elif isinstance(origin, type) and issubclass(origin, enum.Enum):
             kinds.add(str)
-        else:
-            kinds.add(origin if origin in (str, int, float, bool, dict, type(None)) else object)
+        elif origin in (str, int, float, bool, dict, type(None)):
+            kinds.add(origin)
+        elif origin is Any:
+            kinds.add(object)
     return kinds, item
 
 
@@ -254,7 +259,7 @@ def _spoken(kinds: set[Any], item: set[Any]) -> str:
     items = {str: "texts", int: "whole numbers", float: "numbers"}
     words = [text for kind, text in names.items() if kind in kinds]
     words += [f"a list of {' or '.join(text for kind, text in items.items() if kind in item)}"] if list in kinds else []
-    return " or ".join(words)
+    return " or ".join(words) or "an object, which only a program can give"
 
 
 def _remedy(value: Any) -> str:

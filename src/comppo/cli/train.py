@@ -178,7 +178,9 @@ def show(result: dict[str, Any], folder: Path) -> None:
 
 
 def check_fields(script: Any, args: Any) -> None:
-    """Refuse fields of TRL's that would have no effect here."""
+    """Refuse fields of TRL's that would have no effect here, and numbers out of range."""
+    if script.heldout_every < 0:
+        raise ConfigError(f"heldout_every={script.heldout_every!r} must be at least 0: 0 is before and after only.")
     refused = {
         "dataset_streaming": (script.dataset_streaming, "data sets are read as a whole: leave it out"),
         "ignore_bias_buffers": (script.ignore_bias_buffers, "it has no effect here: leave it out"),
@@ -237,6 +239,9 @@ def task_of(script: Any) -> tuple[str, dict[str, Any]]:
                 f"{name}={value!r} contradicts {parameter}={params[parameter]!r} in task_params: give one of them."
             )
         params[parameter] = value
+    rewards = params.get("reward", [])
+    if "prompt_column" in accepted and not isinstance(rewards, str | list):
+        raise ConfigError(f"task_params: reward={rewards!r} must be a name or a list of names of reward functions.")
     return spec, params
 
 
