@@ -380,6 +380,27 @@ def test_an_unreadable_model_is_refused_before_it_is_loaded(tmp_path):
         )
 
 
+def test_a_model_without_attention_trains_where_none_is_needed(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    from comppo import CompPOConfig, CompPOTrainer
+
+    torch.manual_seed(0)
+    size = len(tiny.tokenizer())
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=size, state_size=4))
+    changes = {"gate_statistic": "output_entropy", "critic_features": ["surprisal", "entropy", "group_mean"]}
+    run = CompPOTrainer(
+        mamba,
+        tiny.digit_reward,
+        args=CompPOConfig(**tiny.settings(tmp_path, **changes)),
+        train_dataset=tiny.dataset(),
+        processing_class=tiny.tokenizer(),
+    )
+    run.train()
+    assert tiny.weights(run.model).isfinite().all()
+    assert run.last_credit.gates[run.last_credit.mask].std() > 0
+
+
 def test_attention_that_hides_its_masks_is_refused_before_the_model_is_loaded(tmp_path):
     from comppo import CompPOConfig, CompPOTrainer
 

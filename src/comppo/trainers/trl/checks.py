@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from comppo.computation import require_readable
-from comppo.errors import ConfigError, RewardError, TaskError
+from comppo.errors import ConfigError, RewardError, TaskError, UnreadableModelError
 from comppo.evidence.verifiers import checked_reward, probe_rewards
 from comppo.trainers.trl.config import CompPOConfig
 
@@ -79,11 +79,15 @@ def check_model(model: Any, args: CompPOConfig) -> None:
     if not args.reads_attention():
         return
     requested = (args.model_init_kwargs or {}).get("attn_implementation") if isinstance(model, str) else None
-    require_readable(
-        configuration(model, args) if isinstance(model, str) else model,
-        layers=args.gate_layers_read(),
-        attn_implementation=requested,
-    )
+    read = configuration(model, args) if isinstance(model, str) else model
+    try:
+        require_readable(read, layers=args.gate_layers_read(), attn_implementation=requested)
+    except UnreadableModelError as error:
+        raise UnreadableModelError(
+            f"{error} (Asked for by gate_layers={args.gate_layers!r} and gate_statistic={args.gate_statistic!r}; without "
+            "attention, operator='prefix_tree' or gate_statistic='output_entropy' with critic_features that leave out "
+            "'routing' and 'statistic' work with any model.)"
+        ) from None
 
 
 def configuration(name: str, args: CompPOConfig) -> Any:
