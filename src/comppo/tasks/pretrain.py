@@ -25,19 +25,19 @@ from comppo.tasks.tokenizer import make_tokenizer
 
 SIZES = tuple((n, d) for d in range(3) for n in range(1, 6))
 """(length, distractors) that pretraining mixes, each equally likely."""
-CURRICULUM = ((0.2, 3), (0.6, 8), (1.0, 15))
+CURRICULUM = ((0.1, 3), (0.3, 8), (1.0, 15))
 """Up to this share of the steps, only sizes with at most so many statements: looking up is learned faster on few."""
 LINE_WEIGHTS = (1.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 0.1)
 """Loss weights of a line's tokens: more for what is looked up or computed, little for the mark, which is noise."""
 END_WEIGHTS = (1.0, 1.0, 4.0, 1.0)
 """Loss weights of the asked name, `#`, the answer and end of text."""
-TOKENS_PER_STEP = 2048
+TOKENS_PER_STEP = 4096
 """Tokens of a batch, prompts included; longer problems come in smaller batches."""
 POSITIONS = 384
 """The longest possible problem (25 statements) has 334 tokens."""
-STEPS, PEAK = 6000, 4e-3
+STEPS, PEAK = 8000, 4e-3
 """Steps and peak learning rate of the bundled model."""
-MEASURED_SIZES = ((2, 1), (3, 1), (4, 1), (5, 1), (5, 2))
+MEASURED_SIZES = ((2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (4, 2), (5, 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,11 +232,11 @@ def make_base_model(
         model, tokenizer = make_model(size, seed), make_tokenizer()
         loss = train(model, steps=steps, seed=seed, peak=peak)
         seconds = time.monotonic() - started
+        _save(output, model, tokenizer)  # before anything that can still fail
         sizes = MEASURED_SIZES if measured else ()
         table = [measure(model, tokenizer, length=n, distractors=d, count=measured, seed=seed) for n, d in sizes]
     finally:
         torch.set_num_threads(threads)
-    _save(output, model, tokenizer)
     card = {
         "task": "chain",
         "command": f"python -m comppo.tasks.pretrain --output DIR --steps {steps} --seed {seed}",
