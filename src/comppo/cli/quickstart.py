@@ -17,7 +17,7 @@ from comppo.cli.extras import check_writable, require_training
 from comppo.errors import ComppoError, ConfigError, RunExistsError
 
 ARMS = ("comppo", "grpo")
-STEPS = 40
+STEPS = 60
 PROMPTS, GENERATIONS = 16, 8
 """Prompts per step and responses per prompt."""
 CONFIG: dict[str, Any] = {
@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "use_cpu": True,
     "beta": 0.0,
 }
-MINUTES = 5
+MINUTES = 3
 """Measured on 2 cores without a GPU."""
 
 

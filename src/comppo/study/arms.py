@@ -10,6 +10,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "gae_tac": {"operator": "gae", "critic": "tac"},
     "comp_gae_standard": {"operator": "comp_gae", "critic": "standard"},
     "gae_standard": {"operator": "gae", "critic": "standard"},
+    "comppo_bootstrap": {"operator": "comp_gae", "critic": "tac", "gate_bootstrap": True},
+    "comppo_lam_095": {"operator": "comp_gae", "critic": "tac", "lam": 0.95},
+    "comppo_shuffled": {"operator": "comp_gae", "critic": "tac", "gate_control": "shuffled"},
+    "comppo_inverted": {"operator": "comp_gae", "critic": "tac", "gate_control": "inverted"},
     "redistribute": {"operator": "redistribute", "redistribution": "improbability"},
     "prefix_tree": {
         "operator": "prefix_tree",
