@@ -2,8 +2,8 @@
 
     python benchmarks/arms.py --seeds 0 1 2 --output runs/arms --json arms.json
 
-Every arm of a seed starts from the same weights and sees the same prompts. Development seeds are 0 to 99: what is chosen
-with them says nothing about others. A run that is already in the output folder is not repeated.
+Every arm of a seed starts from the same weights and sees the same prompts. Development seeds are 0 to 99: what is
+chosen with them says nothing about others. A run that is already in the output folder is not repeated.
 """
 
 import argparse

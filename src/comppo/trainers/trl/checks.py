@@ -84,8 +84,8 @@ def check_model(model: Any, args: CompPOConfig) -> None:
         require_readable(read, layers=args.gate_layers_read(), attn_implementation=requested)
     except UnreadableModelError as error:
         raise UnreadableModelError(
-            f"{error} (Asked for by gate_layers={args.gate_layers!r} and gate_statistic={args.gate_statistic!r}; without "
-            "attention, operator='prefix_tree' or gate_statistic='output_entropy' with critic_features that leave out "
+            f"{error} (Asked for by gate_layers={args.gate_layers!r} and gate_statistic={args.gate_statistic!r}; "
+            "without attention, operator='prefix_tree' or gate_statistic='output_entropy' with critic_features that leave out "
             "'routing' and 'statistic' work with any model.)"
         ) from None
 
