@@ -85,8 +85,8 @@ def check_model(model: Any, args: CompPOConfig) -> None:
     except UnreadableModelError as error:
         raise UnreadableModelError(
             f"{error} (Asked for by gate_layers={args.gate_layers!r} and gate_statistic={args.gate_statistic!r}; "
-            "without attention, operator='prefix_tree' or gate_statistic='output_entropy' with critic_features that leave out "
-            "'routing' and 'statistic' work with any model.)"
+            "without attention, operator='prefix_tree' or gate_statistic='output_entropy' with critic_features that "
+            "leave out 'routing' and 'statistic' work with any model.)"
         ) from None
 
 
