@@ -100,6 +100,17 @@ def test_streaming_equals_the_whole_matrix(data):
     assert_same(got, want, rows, atol=5e-6)
 
 
+def test_a_key_block_that_only_the_last_queries_have_left_behind_is_cut():
+    """Blocks of 24 queries and 4 keys under a window of 10: in the second, keys 15 to 18 are near for the first query
+    but beyond the window of the last, with no key above the diagonal to give the block a mask anyway."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 40, 8, dtype=torch.float64), torch.randn(2, 2, 40, 8, dtype=torch.float64)
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    keep = ((distance >= 0) & (distance < 10)).expand(2, 1, -1, -1)
+    got = attention_statistics(query, key, scale=0.5, window=10, block_queries=24, block_keys=4)
+    assert_same(got, whole_matrix(query, key, scale=0.5, keep=keep), atol=1e-12)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 7, 63, 600])
 def test_equal_scores_spread_evenly(tokens):
     """Zero queries: row i sees i + 1 keys with p = 1 / (i + 1); the sink holds one share of them."""
