@@ -203,3 +203,11 @@ def test_reward_needs_the_end_where_token_ids_tell():
     assert reward("ca3+5c8.#8", ids=ids) == 0.0
     assert reward("ca3+5c8.#8", ids=[*ids, chain.TOKEN_IDS[chain.PAD]]) == 0.0
     assert reward("#8", ids=[31337, 5]) == 1.0, "another tokenizer's ids say nothing"
+
+
+def test_sampled_padding_does_not_hide_that_the_response_was_cut_off():
+    mark, pad, eight, eos = (chain.TOKEN_IDS[token] for token in ("#", chain.PAD, "8", chain.EOS))
+    assert reward("#8", ids=[mark, pad, eight]) == 0.0
+    assert reward("#8", ids=[pad, mark, eight, pad]) == 0.0
+    assert reward("#8", ids=[mark, pad, eight, eos]) == 1.0
+    assert reward("#8", ids=[mark, pad, eight, eos, pad]) == 1.0

@@ -265,11 +265,15 @@ def chain_prompts(config: ChainConfig) -> tuple[dict[str, str], dict[str, str]]:
 def _ended(text: str, ids: Sequence[int] | None) -> bool:
     """Whether the response ended by itself, as far as can be known.
 
-    Ids of another tokenizer say nothing here: then the text alone decides.
+    Ids of another tokenizer say nothing here: then the text alone decides. Padding, which the text never shows, is
+    skipped wherever it stands: a policy can sample it in the middle too.
     """
-    if ids is None or list(ids[: len(text)]) != [TOKEN_IDS.get(character) for character in text]:
+    if ids is None:
         return True
-    return list(ids[len(text) : len(text) + 1]) == [TOKEN_IDS[EOS]]
+    shown = [token for token in ids if token != TOKEN_IDS[PAD]]
+    if shown[: len(text)] != [TOKEN_IDS.get(character) for character in text]:
+        return True
+    return shown[len(text) : len(text) + 1] == [TOKEN_IDS[EOS]]
 
 
 def chain_reward(
