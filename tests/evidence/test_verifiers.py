@@ -76,9 +76,11 @@ def test_load_reward(tmp_path, monkeypatch):
     (tmp_path / "my_rewards_b.py").write_text("raise RuntimeError('boom')\n")
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
     assert load_reward("my_rewards_a:short")(completions=["x"]) == [1.0]
     assert "my_rewards_b" not in sys.modules, "loads only what was named"
-    assert sys.path == before
+    assert load_reward("my_rewards_a:short")(completions=["x"]) == [1.0]
+    assert sys.path == [*before, str(tmp_path)], "the folder is there once, however often one loads"
     assert load_reward("exact_match") is exact_match
     for spec, words in [
         ("exact_mach", "is unknown"),
@@ -92,6 +94,18 @@ def test_load_reward(tmp_path, monkeypatch):
         with pytest.raises(RewardError, match=words) as caught:
             load_reward(spec)
         assert repr(spec) in str(caught.value)
+
+
+def test_a_loaded_reward_imports_its_neighbours_when_called(tmp_path, monkeypatch):
+    (tmp_path / "my_neighbour.py").write_text("SCORE = 0.5\n")
+    (tmp_path / "my_rewards_c.py").write_text(
+        "def late(completions, **_):\n    import my_neighbour\n    return [my_neighbour.SCORE] * len(completions)\n"
+    )
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    function = load_reward("my_rewards_c:late")
+    monkeypatch.chdir("/")
+    assert function(completions=["x", "y"]) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

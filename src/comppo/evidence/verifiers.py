@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import numbers
+import os
 import re
 import sys
 import threading
@@ -108,6 +109,10 @@ REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify":
 def load_reward(spec: str) -> RewardFunction:
     """Find a reward function by name, or as `module:function` (modules of the current folder included).
 
+    For `module:function` the current folder, as it is now, is put at the end of `sys.path` once and stays there, so
+    that the function can import modules beside its own when it is called; installed modules of the same name go first
+    then. The named module itself is looked for in the current folder first.
+
     Args:
         spec: a key of `REWARDS`, or `module:function`; the module is imported.
 
@@ -122,7 +127,10 @@ def load_reward(spec: str) -> RewardFunction:
     module_name, colon, function_name = spec.partition(":")
     if not (colon and module_name and function_name):
         raise RewardError(f"reward {spec!r} is unknown: use {', '.join(map(repr, REWARDS))} or 'module:function'.")
-    sys.path.insert(0, "")  # the current folder
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -131,7 +139,7 @@ def load_reward(spec: str) -> RewardFunction:
             "Run from the folder that holds it, or install it."
         ) from error
     finally:
-        sys.path.remove("")
+        sys.path.remove(folder)  # the first one: that at the end stays
     function = getattr(module, function_name, None)
     if function is None:
         raise RewardError(f"reward {spec!r}: module {module_name!r} has no {function_name!r}.")
