@@ -26,7 +26,7 @@ def transport_kernel(
         EvidenceError: the shapes differ.
 
     Source:
-        DESIGN.md, sec. 2, property 2.
+        docs/mathematics.md, "Comp-GAE", property 2.
     """
     require_shapes(mask, decays=decays)
     decays = decays.detach().to(torch.promote_types(torch.float32, decays.dtype))
