@@ -68,7 +68,9 @@ def test_the_output_is_the_documented_function():
     baseline = torch.tensor([0.5, -0.25], dtype=torch.float64)
     batch = CriticInputs(mask=torch.ones(2, 9, dtype=torch.bool), baseline=baseline)
     b = baseline[:, None]
-    expected = b + (3.0 - b) * raw.relu().tanh() - (b + 1.0) * (-raw).relu().tanh()
+    # Both sides of the first row have at least a quarter of the range (1.0); the lower side of the second has .75
+    up, down = 3.0 - b, torch.tensor([[1.5], [1.0]], dtype=torch.float64)
+    expected = (b + up * raw.relu().tanh() - down * (-raw).relu().tanh()).clamp(-1.0, 3.0)
     torch.testing.assert_close(head.bounded(raw, batch), expected, rtol=1e-14, atol=1e-14)
 
 
@@ -247,3 +249,17 @@ def test_shape_errors_name_the_argument():
     ids = torch.ones(2, 5, dtype=torch.long)
     with pytest.raises(EvidenceError, match="attention_mask has shape"):
         CriticInputs(mask=mask, input_ids=ids, attention_mask=ids[:, :4])
+
+
+@pytest.mark.parametrize(("edge", "wrong"), [(1.0, 0.3), (0.0, -0.3)])
+def test_a_wrong_sign_at_the_edge_of_the_range_is_unlearned(edge, wrong):
+    """The lone failure (baseline 1) and the lone success (baseline 0) of a group: u on the side without room."""
+    head = critic(reward_min=0.0, reward_max=1.0)
+    rows = CriticInputs(
+        mask=torch.ones(1, 1, dtype=torch.bool), baseline=torch.tensor([edge]), features=torch.zeros(1, 1, 1)
+    )
+    raw = torch.full((1, 1), wrong, dtype=torch.float64, requires_grad=True)
+    value = head.bounded(raw, rows)
+    assert value.item() == edge, "the value stays in the range"
+    (0.5 * (value - (1.0 - edge)) ** 2).sum().backward()
+    assert raw.grad.item() * wrong > 0.05, "descent moves u back to the other side"

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from comppo.errors import ConfigError, EvidenceError
 
+LEAST_SLOPE = 0.25
+"""Of the range, per unit of raw output: how fast a value at least follows, clamped to the range."""
+
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all processes and returns the sum; every process calls it equally often."""
 
@@ -74,7 +77,8 @@ class Critic(nn.Module, ABC):
     """A value function whose predictions never leave the range of rewards that can be reached.
 
     With `u` the raw output, `V = b + (hi - b) tanh(relu(u)) - (b - lo) tanh(relu(-u))`: exactly the baseline `b` at
-    u = 0, between `lo` and `hi` always. `lo` and `hi` are set in the config or learned from `observe_rewards`, and
+    u = 0, between `lo` and `hi` always. A side with less room than a quarter of the range gets that slope and is clamped
+    with a straight-through gradient: the lone failure of a group, whose baseline is `hi`, can still be learned from. `lo` and `hi` are set in the config or learned from `observe_rewards`, and
     always enclose 0, because a gated return can shrink to 0. All of it is saved in the state dict.
 
     Args:
@@ -139,7 +143,10 @@ class Critic(nn.Module, ABC):
         baseline = baseline.clamp(low, high)
         raw = torch.where(inputs.mask, raw, 0.0)
         # Both relu branches have slope 0 at u = 0, where a zero-initialised critic would never learn: take the middle.
-        middle = (high - low).expand_as(raw) / 2
-        slope = torch.where(raw > 0, high - baseline, torch.where(raw < 0, baseline - low, middle))
-        values = torch.clamp(baseline + slope * raw.tanh(), low, high)
+        width = (high - low).expand_as(raw)
+        slope = torch.where(raw > 0, high - baseline, torch.where(raw < 0, baseline - low, width / 2))
+        # A baseline on the edge of the range (all the others right, or wrong) leaves one side no room. What cannot move
+        # the value must still be able to move u: the value is clamped, its gradient is not.
+        free = baseline + torch.maximum(slope, LEAST_SLOPE * width) * raw.tanh()
+        values = free.detach().clamp(low, high) + (free - free.detach())
         return torch.where(inputs.mask, values, 0.0)

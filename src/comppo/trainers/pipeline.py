@@ -205,10 +205,19 @@ def compute_gates(
     )
     if config.gate_control is None:
         return gates
-    # On the gathered batch, so that one process and several draw and average the same
+    # On the gathered batch, so that one process and several draw and average the same. Where bounds depend on a
+    # response's length, what is moved is the place between them: pooled gates would change how much short and long
+    # responses keep, and not only where.
     everywhere, mask = processes.gather(gates), processes.gather(rollout.mask)
+    lengths = mask.sum(1).to(everywhere.dtype)
+    low, high = (
+        config.gate.coefficients(bound, lengths)[:, None] for bound in (config.gate.minimum, config.gate.maximum)
+    )
+    width = (high - low).clamp(min=torch.finfo(everywhere.dtype).tiny)
+    place = torch.where(mask, ((everywhere - low) / width).clamp(0.0, 1.0), 1.0)
     generator = torch.Generator(gates.device).manual_seed(config.seed * 1_000_003 + rollout.index)
-    controlled = CONTROLS[config.gate_control](everywhere, mask, generator=generator)
+    moved = CONTROLS[config.gate_control](place, mask, generator=generator)
+    controlled = torch.where(mask, low + (high - low) * moved, 1.0)
     return processes.local(controlled, gates.shape[1])
 
 
