@@ -47,7 +47,10 @@ class Computation:
 
 
 Statistic = str | Callable[[Computation], Tensor]
-"""A name from `STATISTICS`, or a function of the computation (its `statistic` being collision) to (rows, tokens)."""
+"""A name from `STATISTICS`, or a function of the computation (its `statistic` being collision) to (rows, tokens).
+
+A function that looks at `logps` knows the token that is emitted: it may weigh credit, but a gate or a critic made from
+it is no longer a statement about the state before that token."""
 
 
 @torch.no_grad()

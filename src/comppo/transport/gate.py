@@ -100,8 +100,11 @@ def standardize(
         Ordinary least squares; one-regressor residuals.
     """
     require_shapes(mask, statistic=statistic, covariate=covariate)
-    require_finite("statistic", statistic, mask)
     reduce = reduce or _alone
+    # Counted over all processes first: an error on one of them alone would leave the others waiting
+    if bool(reduce((mask & ~statistic.isfinite()).sum().double()) > 0):
+        require_finite("statistic", statistic, mask)
+        raise EvidenceError("statistic is not finite at an unmasked token on another process: see the error there.")
     x = torch.where(mask, statistic.detach(), 0).double()
     count, total, energy = reduce(torch.stack((mask.sum().double(), x.sum(), x.square().sum()))).unbind()
     count = count.clamp(min=1)
@@ -152,7 +155,7 @@ def gate_from_statistic(
         EvidenceError: shapes differ, the statistic is not finite at unmasked tokens, or visible_keys is unusable.
 
     Source:
-        Ours, after the abstract of arXiv:2608.21501: DESIGN.md, sec. 2.
+        Ours, after the abstract of arXiv:2608.21501; docs/mathematics.md.
     """
     require_shapes(mask, statistic=statistic, visible_keys=visible_keys)
     reduce = reduce or _alone
