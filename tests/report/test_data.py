@@ -1,8 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 
+from comppo.report import credit
 from comppo.report.data import load_runs, wilson_interval
+from comppo.report.fields import Fields
 from comppo.report.runfiles import RecordError
 
 
@@ -113,6 +116,29 @@ def test_a_wrong_metric_is_named_with_its_line(pair, line, message):
         stream.write(line + "\n")
     with pytest.raises(RecordError, match=rf"metrics\.jsonl, line 121: {message}"):
         load_runs(pair)
+
+
+@pytest.mark.parametrize("huge", ["1e999", "-1e999", "9" * 400, "9" * 5000, "NaN", "-Infinity"])
+def test_numbers_that_no_float_holds_count_as_missing(pair, huge):
+    """A report is written all the same, and no bare OverflowError or ValueError comes up."""
+    path = pair[0] / "credit.json"
+    content = json.loads(path.read_text())
+    content[0]["advantages"][0] = content[0]["logps"][1] = content[1]["reward"] = "HUGE"
+    path.write_text(json.dumps(content).replace('"HUGE"', huge))
+    with (pair[0] / "metrics.jsonl").open("a") as stream:
+        stream.write(f'{{"step": 121, "reward": {huge}}}\n')
+    runs = load_runs(pair)
+    first, second, *_ = runs[0].responses
+    assert (first.advantages[0], first.logps[1], second.reward) == (None, None, None)
+    assert len(runs[0].series("reward")) == 120
+    credit.build(runs)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -(10**400)], ids=["inf", "nan", "huge"])
+def test_fields_give_none_for_what_is_not_finite(value):
+    record = Fields(Path("x.json"), {"a": value, "b": [value, 1]})
+    assert record.number("a") is record.integer("a") is None
+    assert record.numbers("b", 2) == (None, 1.0)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\ufeffnot json", "[" * 100_000])

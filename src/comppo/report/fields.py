@@ -1,5 +1,6 @@
 """Typed access to the keys of one recorded JSON object, with errors that say which file, which key and what to do."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,15 @@ _REQUIRED = object()
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> float | None:
+    """None for what no finite float holds, as the reader of the files has it."""
+    try:
+        number = float(value)
+    except OverflowError:  # a huge int
+        return None
+    return number if math.isfinite(number) else None
 
 
 class Fields:
@@ -60,14 +70,14 @@ class Fields:
         return found
 
     def number(self, key: str) -> float | None:
-        """A number, or None where it is null or missing."""
+        """A number, or None where it is null, missing, not finite or too large for a float."""
         found = self.value(key)
         if found is not None and not _is_number(found):
             raise self.wrong(key, "a number or null")
-        return found if found is None else float(found)
+        return found if found is None else _finite(found)
 
     def integer(self, key: str) -> int | None:
-        """A whole number, also when written as 3.0, or None where it is null or missing."""
+        """A whole number, also when written as 3.0, or None where `number` gives None."""
         found = self.number(key)
         if found is None:
             return None
@@ -76,7 +86,7 @@ class Fields:
         return int(found)
 
     def numbers(self, key: str, size: int) -> tuple[float | None, ...] | None:
-        """`size` numbers or nulls, or None where the list is null or missing."""
+        """`size` numbers, each None where `number` gives None; None where the list is null or missing."""
         found = self.value(key)
         if found is None:
             return None
@@ -84,4 +94,4 @@ class Fields:
             raise self.wrong(key, "a list of numbers")
         if len(found) != size:
             raise self.wrong(key, f"a list of {size} numbers (it has {len(found)})")
-        return tuple(None if item is None else float(item) for item in found)
+        return tuple(None if item is None else _finite(item) for item in found)

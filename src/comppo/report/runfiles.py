@@ -5,6 +5,7 @@ report never needs the code that trained.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,18 @@ class RecordError(ComppoError, ValueError):
     """A saved run lacks a file or a key, or holds something else there; the message names both and the remedy."""
 
 
+def _parsed(text: str) -> Any:
+    """JSON with None for every number that no finite float holds: NaN, Infinity, 1e999, an integer of 400 digits."""
+
+    def fraction(digits: str) -> float | None:
+        return value if math.isfinite(value := float(digits)) else None
+
+    def whole(digits: str) -> int | None:
+        return int(digits) if math.isfinite(float(digits)) else None
+
+    return json.loads(text, parse_constant=lambda _: None, parse_float=fraction, parse_int=whole)
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
@@ -30,7 +43,7 @@ def read_json(path: Path) -> Any:
         path: a UTF-8 file.
 
     Returns:
-        Its content, with NaN and infinities as None.
+        Its content, with None for NaN, infinities and numbers too large for a float.
 
     Raises:
         RecordError: the file is missing, unreadable or not JSON.
@@ -42,7 +55,7 @@ def read_json(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path} cannot be read ({error}): restore it from a copy, or run again.") from error
     try:
-        return json.loads(text, parse_constant=lambda _: None)
+        return _parsed(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise RecordError(f"{path} is not JSON ({error}): restore it from a copy, or run again.") from error
 
@@ -56,7 +69,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         path: one JSON object a line; a file that does not exist holds no rows.
 
     Returns:
-        The rows in the order they were written, NaN and infinities as None.
+        The rows in the order they were written, with None for NaN, infinities and numbers too large for a float.
 
     Raises:
         RecordError: another line is not a JSON object.
@@ -77,8 +90,8 @@ def numbered_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            row = _parsed(line.decode("utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             if index == last:  # no newline behind it: the write was cut off
                 return
             raise RecordError(f"{path}, line {index + 1}, is not JSON ({error}): remove or mend that line.") from error
