@@ -82,7 +82,7 @@ def test_folders_are_checked(tmp_path, pair):
         ("run.json", lambda c: c.pop("name"), r"run\.json: 'name' is missing; it must be a text"),
         ("run.json", lambda c: c.update(config=[1]), r"run\.json: 'config' is \[1\]; it must be a JSON object"),
         ("run.json", lambda c: c.update(seed=0.5), r"'seed' is 0.5; it must be a whole number"),
-        ("result.json", lambda c: c.update(accuracy_after=61.0), r"'accuracy_after' is 61.0; it must be a share"),
+        ("result.json", lambda c: c.update(accuracy_after="61"), r"'accuracy_after' is '61'; it must be a number"),
         ("result.json", lambda c: c.update(eval_count=-1), r"'eval_count' is -1"),
         ("credit.json", lambda c: c[1].pop("tokens"), r"credit\.json, response 1: 'tokens' is missing"),
         ("credit.json", lambda c: c[0]["advantages"].pop(), r"response 0: 'advantages' is .*list of 84 numbers"),

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from comppo.report import figures
-from comppo.report.chart import arm_colour, thinned_table
+from comppo.report.chart import MINUS, arm_colour, thinned_table
 from comppo.report.data import load_runs
 from comppo.study.record import RunRecorder
 
@@ -92,6 +92,25 @@ def test_accuracy_comes_from_the_result_where_the_log_has_none(tmp_path):
     run.finish({"accuracy_before": 0.1, "accuracy_after": 0.2})
     (loaded,) = load_runs([tmp_path])
     assert figures.accuracy_points(loaded) == [(0, 0.1), (7, 0.2)]
+
+
+def test_held_out_rewards_outside_a_share_are_drawn_as_mean_rewards(tmp_path):
+    """Every point stays, nothing is in per cent and no share has an interval: in both arms, as they share axes."""
+    for name, before, middle, after in (("a", -1.5, 0.25, 61.0), ("b", 0.25, 0.5, 0.75)):
+        run = RunRecorder(tmp_path / name)
+        run.write_json("run.json", {"name": name})
+        run.append_metrics({"step": 5, "eval_accuracy": middle})
+        run.append_metrics({"step": 9, "reward": None})
+        run.finish({"accuracy_before": before, "accuracy_after": after, "eval_count": 100})
+    loaded = load_runs([tmp_path / "a", tmp_path / "b"])
+    assert figures.accuracy_points(loaded[0]) == [(0, -1.5), (5, 0.25), (9, 61.0)]
+    (chart,) = figures.learning_curves(loaded)
+    assert chart.title == "Held-out mean reward"
+    assert chart.rows == (("0", f"{MINUS}1.5", "0.25"), ("5", "0.25", "0.5"), ("9", "61", "0.75"))
+    assert "LineCollection" not in chart.svg and "a, step 9: 61<" in chart.svg
+    assert "mean reward (reward units)" in chart.svg and "%)" not in chart.svg and "Wilson" not in chart.caption
+    (alone,) = figures.learning_curves(loaded[1:])
+    assert alone.title == "Held-out accuracy" and "LineCollection" in alone.svg
 
 
 @pytest.mark.parametrize("count", [3, 60])

@@ -8,6 +8,7 @@ import pytest
 
 import comppo.report
 from comppo.errors import MissingExtraError
+from comppo.report.chart import MINUS
 from comppo.report.data import load_runs
 from comppo.report.html import duration, render, write_report
 from comppo.report.runfiles import RecordError
@@ -213,6 +214,21 @@ def test_a_resumed_run_shows_where_it_began(tmp_path):
     run.finish({"accuracy_before": None, "accuracy_after": 0.5})
     write_report([tmp_path / "a"], tmp_path / "r.html", title="t", notes=[])
     assert "12.5%" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+
+
+@pytest.mark.parametrize(("before", "after"), [(-0.5, 0.5), (0.5, 3.25)])
+def test_held_out_rewards_outside_a_share_are_worded_as_mean_rewards(tmp_path, before, after):
+    run = RunRecorder(tmp_path / "a")
+    run.write_json("run.json", {"name": "comppo"})
+    run.append_metrics({"step": 4, "eval_accuracy": 0.25})
+    run.finish({"accuracy_before": before, "accuracy_after": after, "eval_count": 100})
+    write_report([tmp_path / "a"], tmp_path / "r.html", title="t", notes=[])
+    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    text = Page(source).text
+    assert "Held-out mean reward" in text and "accuracy" not in text
+    assert f'<span class="before">{before:g}</span>'.replace("-", MINUS) in source
+    assert f'<span class="after">{after:g}<' in source
+    assert "%" not in text and "Wilson" not in text and "interval" not in text.replace("no interval here", "")
 
 
 def test_settings_that_differ_come_first(source):

@@ -84,7 +84,7 @@ class Result:
     """What a finished run reports about itself."""
 
     accuracy_before: float | None
-    """Greedy accuracy on held-out questions before training, in [0, 1]."""
+    """Mean reward of greedy answers to held-out questions before training: an accuracy where rewards are 0 or 1."""
     accuracy_after: float | None
     eval_count: int | None
     """Held-out questions."""
@@ -289,17 +289,12 @@ def _load_result(path: Path) -> Result | None:
     if not path.exists():
         return None
     record = Fields(path, read_json(path))
-    accuracies = {}
-    for key in ("accuracy_before", "accuracy_after"):
-        accuracies[key] = value = record.number(key)
-        if value is not None and not 0 <= value <= 1:
-            raise record.wrong(key, "a share in [0, 1] (61 % is 0.61)")
     count = record.integer("eval_count")
     if count is not None and count < 0:
         raise record.wrong("eval_count", "a number of questions, 0 or more")
     return Result(
-        accuracy_before=accuracies["accuracy_before"],
-        accuracy_after=accuracies["accuracy_after"],
+        accuracy_before=record.number("accuracy_before"),
+        accuracy_after=record.number("accuracy_after"),
         eval_count=count,
         responses=record.integer("responses"),
         tokens=record.integer("tokens"),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from comppo.report.chart import ARM_MARKERS, MINUS, Chart, arm_colour, finish_axes, line_style, thinned_table
-from comppo.report.data import GateHistogram, Run, wilson_interval
+from comppo.report.data import GateHistogram, Run
+from comppo.report.heldout import Measure, accuracy_points, measure_of
 from comppo.report.svg import INK, RULE, STYLE, new_axes, to_svg
 
 FEW_POINTS = 12
@@ -60,23 +61,13 @@ def _reward_chart(runs: Sequence[Run]) -> Chart | None:
     return Chart(title="Reward", caption=caption, svg=svg, columns=columns, rows=rows)
 
 
-def accuracy_points(run: Run) -> list[tuple[int, float]]:
-    """Held-out accuracy by step, with the accuracies before and after training where the log lacks them."""
-    points = dict(run.series("eval_accuracy"))
-    last = max((row["step"] for row in run.metrics), default=1)
-    if run.result and run.result.accuracy_before is not None:
-        points.setdefault(0, run.result.accuracy_before)
-    if run.result and run.result.accuracy_after is not None:
-        points.setdefault(max(last, 1), run.result.accuracy_after)
-    return sorted((step, value) for step, value in points.items() if 0 <= value <= 1)
-
-
 def _accuracy_chart(runs: Sequence[Run]) -> Chart | None:
     import matplotlib
 
     curves = [accuracy_points(run) for run in runs]
     if not any(curves):
         return None
+    measure = measure_of(runs)
     hints: dict[str, str] = {}
     tables: list[list[tuple[int, str]]] = []
     with matplotlib.rc_context(STYLE):
@@ -84,32 +75,22 @@ def _accuracy_chart(runs: Sequence[Run]) -> Chart | None:
         span = max(step for curve in curves for step, _ in curve) or 1
         for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
             count = run.result.eval_count if run.result else None
-            tables.append([(step, _share(value, count)) for step, value in curve])
+            tables.append([(step, measure.with_interval(value, count)) for step, value in curve])
             if curve:
                 shift = span * 0.006 * (index - (len(runs) - 1) / 2)  # bars of two arms side by side
-                _draw_accuracy(axes, run.label, index, curve, count, shift, hints)
-        finish_axes(axes, x="training step", y="held-out accuracy (%)", arms=len(runs))
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, -2), min(high, 102))
+                _draw_accuracy(axes, run.label, index, curve, count, shift, hints, measure)
+        finish_axes(axes, x="training step", y=measure.axis, arms=len(runs))
+        if measure.is_share:
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, -2), min(high, 102))
         ends = "; ".join(
-            f"{run.label} goes from {curve[0][1]:.1%} to {curve[-1][1]:.1%}"
+            f"{run.label} goes from {measure.spoken(curve[0][1])} to {measure.spoken(curve[-1][1])}"
             for run, curve in zip(runs, curves, strict=True)
             if curve
         )
-        svg = to_svg(figure, name="accuracy", title="Held-out accuracy", description=f"{ends}.", hints=hints)
+        svg = to_svg(figure, name="accuracy", title=measure.title, description=f"{ends}.", hints=hints)
     columns, rows = thinned_table("Step", [run.label for run in runs], tables)
-    caption = (
-        "Greedy answers to held-out questions, with the 95% Wilson interval of that many questions. The interval says "
-        "how well this model was measured, not how far another seed would land."
-    )
-    return Chart(title="Held-out accuracy", caption=caption, svg=svg, columns=columns, rows=rows)
-
-
-def _share(value: float, count: int | None) -> str:
-    if not count:
-        return f"{value:.1%}"
-    low, high = wilson_interval(value, count)
-    return f"{value:.1%} [{low:.1%}, {high:.1%}]"
+    return Chart(title=measure.title, caption=measure.caption, svg=svg, columns=columns, rows=rows)
 
 
 def _draw_accuracy(
@@ -120,26 +101,36 @@ def _draw_accuracy(
     count: int | None,
     shift: float,
     hints: dict[str, str],
+    measure: Measure,
 ) -> None:
     colour = arm_colour(index)
     few = len(curve) <= FEW_POINTS
     steps = [step + (shift if few else 0) for step, _ in curve]
     marker = ARM_MARKERS[index % len(ARM_MARKERS)]
-    axes.plot(steps, [100 * value for _, value in curve], label=label, marker=marker, markersize=4, **line_style(index))
-    bounds = [wilson_interval(value, count) for _, value in curve] if count else []
+    factor = measure.factor
+    heights = [factor * value for _, value in curve]
+    axes.plot(steps, heights, label=label, marker=marker, markersize=4, **line_style(index))
+    bounds = [found for _, value in curve if (found := measure.interval(value, count))]
     if bounds and few:
         lows, highs = zip(*bounds, strict=True)
-        axes.vlines(steps, [100 * low for low in lows], [100 * high for high in highs], color=colour, linewidth=1.1)
+        axes.vlines(
+            steps, [factor * low for low in lows], [factor * high for high in highs], color=colour, linewidth=1.1
+        )
     elif bounds:
         lows, highs = zip(*bounds, strict=True)
         axes.fill_between(
-            steps, [100 * low for low in lows], [100 * high for high in highs], color=colour, alpha=0.16, linewidth=0
+            steps,
+            [factor * low for low in lows],
+            [factor * high for high in highs],
+            color=colour,
+            alpha=0.16,
+            linewidth=0,
         )
     for number, (at, (step, value)) in enumerate(zip(steps, curve, strict=True)):
         gid = f"tip-{index}-{number}"
         # A larger invisible mark takes the pointer.
-        axes.plot([at], [100 * value], marker="o", markersize=11, color=colour, alpha=0.0, gid=gid)
-        hints[gid] = f"{label}, step {step}: {_share(value, count)}"
+        axes.plot([at], [factor * value], marker="o", markersize=11, color=colour, alpha=0.0, gid=gid)
+        hints[gid] = f"{label}, step {step}: {measure.with_interval(value, count)}"
 
 
 def gate_distribution(runs: Sequence[Run]) -> list[Chart]:

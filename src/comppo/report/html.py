@@ -11,14 +11,15 @@ from typing import Any
 
 from comppo.report import credit, figures
 from comppo.report.chart import MISSING, Chart, arm_colour
-from comppo.report.data import Run, load_runs, wilson_interval
+from comppo.report.data import Run, load_runs
+from comppo.report.heldout import Measure, accuracy_before, measure_of
 from comppo.report.runfiles import write_atomically
 from comppo.report.visible import harmless
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """An accuracy as the headline shows it."""
+    """An accuracy, or a mean reward, as the headline shows it."""
 
     value: str
     interval: str
@@ -84,10 +85,12 @@ def _need_extras() -> None:
 def render(runs: Sequence[Run], *, title: str, notes: Sequence[str]) -> str:
     """The page about `runs` as text."""
     examples, scale = credit.build(runs)
+    measure = measure_of(runs)
     page: str = _template().render(
         title=title,
         notes=list(notes),
-        headlines=[_headline(run) for run in runs],
+        headlines=[_headline(run, measure) for run in runs],
+        measure=measure,
         caveat=_caveat(runs),
         colours=[arm_colour(index) for index in range(len(runs))],
         labels=[run.label for run in runs],
@@ -137,14 +140,14 @@ def _drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     ]
 
 
-def _headline(run: Run) -> Headline:
+def _headline(run: Run, measure: Measure) -> Headline:
     result = run.result
     if result is None:
         nothing = Share(value=MISSING, interval="")
         return Headline(
             label=run.label,
             title=run.title,
-            before=_share(_accuracy_before(run), None),
+            before=_share(accuracy_before(run), None, measure),
             after=nothing,
             questions=MISSING,
             responses=MISSING,
@@ -156,8 +159,8 @@ def _headline(run: Run) -> Headline:
     return Headline(
         label=run.label,
         title=run.title,
-        before=_share(_accuracy_before(run), result.eval_count),
-        after=_share(result.accuracy_after, result.eval_count),
+        before=_share(accuracy_before(run), result.eval_count, measure),
+        after=_share(result.accuracy_after, result.eval_count, measure),
         questions=_whole(result.eval_count),
         responses=_whole(result.responses),
         tokens=_whole(result.tokens),
@@ -167,20 +170,12 @@ def _headline(run: Run) -> Headline:
     )
 
 
-def _accuracy_before(run: Run) -> float | None:
-    """As the result says; a resumed run measured it in its first part, as step 0 of the metrics."""
-    if run.result and run.result.accuracy_before is not None:
-        return run.result.accuracy_before
-    return dict(run.series("eval_accuracy")).get(0)
-
-
-def _share(value: float | None, count: int | None) -> Share:
+def _share(value: float | None, count: int | None, measure: Measure) -> Share:
     if value is None:
         return Share(value=MISSING, interval="")
-    if not count:
-        return Share(value=f"{value:.1%}", interval="")
-    low, high = wilson_interval(value, count)
-    return Share(value=f"{value:.1%}", interval=f"{100 * low:.1f} to {100 * high:.1f}")
+    bounds = measure.interval(value, count)
+    interval = f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}" if bounds else ""
+    return Share(value=measure.spoken(value), interval=interval)
 
 
 def _whole(value: int | None) -> str:
