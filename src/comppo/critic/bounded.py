@@ -77,7 +77,7 @@ class Critic(nn.Module, ABC):
     """A value function whose predictions never leave the range of rewards that can be reached.
 
     With `u` the raw output, `V = b + (hi - b) tanh(relu(u)) - (b - lo) tanh(relu(-u))`: exactly the baseline `b` at
-    u = 0, between `lo` and `hi` always. A side with less room than a quarter of the range gets that slope and is clamped
+    u = 0, between `lo` and `hi` always. A side with less room than a quarter of the range gets that slope, clamped
     with a straight-through gradient: the lone failure of a group, whose baseline is `hi`, can still be learned from.
     `lo` and `hi` are set in the config or learned from `observe_rewards`, and always enclose 0, because a gated return
     can shrink to 0. All of it is saved in the state dict.
