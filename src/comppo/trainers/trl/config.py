@@ -59,8 +59,8 @@ class CompPOConfig(GRPOConfig):
     """Every field of TRL's `GRPOConfig`, with the same meaning, and the fields below.
 
     The defaults are CompPO: attention concentration -> retention gate -> Comp-GAE with a transport-aligned critic. Two
-    of them differ from the paper's formula as we understand it, because measurement spoke against it on our task: the
-    gate stands on the trace alone (`gate_bootstrap`), and `lam` is 1. docs/defaults.md has the figures.
+    of them differ from the paper's formula as we understand it: the gate stands on the trace alone (`gate_bootstrap`),
+    and `lam` is 1. docs/defaults.md says why, and what our figures do not decide.
     `num_generations=1` is allowed with the operators that use a critic.
 
     Raises:
