@@ -187,15 +187,15 @@ def test_unreadable_data(tmp_path):
 
 
 def test_own_rewards(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards_c.py").write_text(
+    (tmp_path / "rewards_of_test_registry.py").write_text(
         "def length(completions, **_):\n    return [len(c) for c in completions]\n"
     )
     monkeypatch.chdir(tmp_path)
     spec = write(tmp_path / "d.jsonl", [{"prompt": "q"}])
-    task = load_task(spec, params={"reward": ["my_rewards_c:length"]})
+    task = load_task(spec, params={"reward": ["rewards_of_test_registry:length"]})
     assert task.reward_funcs[0](completions=["abc"]) == [3]
     with pytest.raises(RewardError, match="has no 'width'"):
-        load_task(spec, params={"reward": "my_rewards_c:width"})
+        load_task(spec, params={"reward": "rewards_of_test_registry:width"})
 
 
 def test_accepted_parameters():
