@@ -289,7 +289,7 @@ def test_there_must_be_something_to_resume(tmp_path):
         check_output(tmp_path, resume=True)
     (tmp_path / "checkpoint-2").rmdir()
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="before its first checkpoint"):
         check_output(tmp_path, resume=True)
 
 
@@ -321,3 +321,24 @@ def test_every_public_name_is_found():
 
     for name in comppo.__all__:
         assert getattr(comppo, name).__name__ == name
+
+
+@pytest.mark.parametrize("given", ["{length: 2, distractors: 0}", '{"length": 2, "distractors": 0}'])
+def test_parameters_of_a_task_are_yaml_or_json_on_the_command_line(given, tmp_path):
+    from comppo.cli.train import parse, task_of
+
+    script, args, _ = parse(
+        [
+            "--task",
+            "chain",
+            "--task_params",
+            given,
+            "--output_dir",
+            str(tmp_path),
+            "--use_cpu",
+            "true",
+            "--bf16",
+            "false",
+        ]
+    )
+    assert task_of(script, args.seed).max_completion_length == 8 * 2 + 4

@@ -43,7 +43,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Any, Any]:
             metadata={"help": "chain, reasoning_gym:NAME, or a hub or local data set with a `prompt` column."},
         )
         task_params: dict[str, Any] | str | None = field(
-            default=None, metadata={"help": "Parameters of the task, as a mapping in YAML or as JSON."}
+            default=None,
+            metadata={"help": "Parameters of the task: a mapping, on the command line in quotes, as YAML or JSON."},
         )
         # TRL's defaults are names of splits: None tells whether one was asked for
         dataset_train_split: str | None = field(

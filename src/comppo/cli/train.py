@@ -1,6 +1,5 @@
 """`comppo train`: TRL's argument conventions (dataclass fields, YAML, overrides), any causal model, any task."""
 
-import json
 import os
 import re
 from dataclasses import asdict
@@ -213,10 +212,12 @@ def task_of(script: Any) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"task={script.task!r} and dataset_name={script.dataset_name!r} differ: give one of them.")
     params = script.task_params or {}
     if isinstance(params, str):
+        import yaml
+
         try:
-            params = json.loads(params)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"task_params={params!r} is not JSON: {error}.") from None
+            params = yaml.safe_load(params)  # JSON is YAML
+        except yaml.YAMLError as error:
+            raise ConfigError(f"task_params={params!r} is neither YAML nor JSON: {error}.") from None
     if not isinstance(params, dict):
         raise ConfigError(f"task_params must be a mapping, got {params!r}.")
     accepted = accepted_parameters(spec)
@@ -266,9 +267,10 @@ def check_output(folder: Path, *, resume: bool) -> int | None:
     if not resume:
         held = [name for name in WRITTEN if name in names] + [f"checkpoint-{step}" for step in steps[-1:]]
         if held:
+            further = "or continue it with --resume" if steps else "or delete it (it has no checkpoint to resume from)"
             raise RunExistsError(
                 f"output_dir={str(folder)!r} already holds a run, or files that a run would replace "
-                f"({', '.join(held)}): choose another folder, or continue a run with --resume. Nothing was overwritten."
+                f"({', '.join(held)}): choose another folder, {further}. Nothing was overwritten."
             )
         return None
     if "result.json" in names:
@@ -279,7 +281,7 @@ def check_output(folder: Path, *, resume: bool) -> int | None:
         )
     if not steps:
         raise ConfigError(
-            f"--resume: {str(folder)!r} holds no checkpoint. Start without --resume, with save_strategy and "
-            "save_steps set."
+            f"--resume: the run in {str(folder)!r} ended before its first checkpoint, so there is nothing to continue: "
+            "start again in another output_dir, or delete this folder first. save_steps says how often to save."
         )
     return steps[-1]

@@ -42,7 +42,8 @@ def load_data(spec: str, *, seed: int, params: Mapping[str, Any]) -> Task:
     names = [own["reward"]] if isinstance(own["reward"], str) else own["reward"]
     if not names:
         raise TaskError(
-            f"task {spec!r} needs the parameter reward: {', '.join(REWARDS)}, 'module:function', or a list of these."
+            f"task {spec!r} needs the parameter reward (on the command line: --reward_funcs): {', '.join(REWARDS)}, "
+            "'module:function', or a list of these."
         )
     rewards = [load_reward(name) for name in names]
     limit = own["prompts"] if own["prompts"] is None else whole(spec, "prompts", own["prompts"], 1)
@@ -91,7 +92,7 @@ def _with_columns(spec: str, dataset: Any, own: Mapping[str, Any], rewards: list
         elif needed:
             raise TaskError(
                 f"task {spec!r} has no column {column!r}; its columns are: {', '.join(dataset.column_names)}. "
-                f"Name yours with the parameter {wanted}_column."
+                f"Name yours with the task's parameter {wanted}_column (in task_params)."
             )
     if len(dataset) == 0:
         raise TaskError(f"task {spec!r} has no rows.")
