@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from comppo.computation import ComputationReader, registry
+from comppo.computation.attention_calls import statistics_of_call
 from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 
 NAMES = ("collision", "entropy", "maximum", "sink_mass")
@@ -35,6 +36,13 @@ def from_matrices(matrices, mask, sink_tokens):
     usable = (mask.bool() & (keys >= first[:, None] + sink_tokens))[:, :, None, None]
     kept = torch.stack([1.0 - mass for mass in out["sink_mass"]], -1).permute(0, 2, 3, 1) > 0.05
     return {k: torch.stack(v, -1).permute(0, 2, 3, 1) for k, v in out.items()}, usable & kept
+
+
+def uncompiled_flex(query, key, value, training=False, **kwargs):
+    """What the compiled kernel computes, without a compiler."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(query, key, value, **kwargs)
 
 
 def assert_reads(reader, want, usable, atol):
@@ -75,9 +83,9 @@ def test_micro_batches_are_concatenated_and_sinks_follow_each_batch_s_padding(im
     ids, mask = padded
     model = build("llama", implementation)
     with torch.no_grad():
-        with ComputationReader(model, layers="all", completion_length=9, hidden_layers=(-1,)) as whole:
+        with ComputationReader(model, layers="all", positions=slice(-10, -1), hidden_layers=(-1,)) as whole:
             model(input_ids=ids, attention_mask=mask)
-        with ComputationReader(model, layers="all", completion_length=9, hidden_layers=(-1,)) as parts:
+        with ComputationReader(model, layers="all", positions=slice(-10, -1), hidden_layers=(-1,)) as parts:
             for i in range(0, 4, 2):
                 model(input_ids=ids[i : i + 2], attention_mask=mask[i : i + 2])
     assert (whole.forwards, parts.forwards) == (1, 2)
@@ -93,7 +101,7 @@ def test_index_t_is_the_position_that_emits_token_t(build, padded):
     with torch.no_grad():
         with ComputationReader(model, layers="all", hidden_layers=(0, 1, -1)) as every:
             output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-        with ComputationReader(model, layers="all", completion_length=6, hidden_layers=(0, 1, -1)) as response:
+        with ComputationReader(model, layers="all", positions=slice(-7, -1), hidden_layers=(0, 1, -1)) as response:
             model(input_ids=ids, attention_mask=mask)
     assert torch.equal(response.statistic("collision"), every.statistic("collision")[:, -7:-1])
     assert torch.equal(response.visible_keys(), every.visible_keys()[:, -7:-1])
@@ -251,9 +259,28 @@ def test_flash_calls_are_read_from_a_two_dimensional_mask_and_a_window(build, pa
     assert torch.equal(got.visible_keys()[real], want.visible_keys()[real])
 
 
-def test_flex_attention_is_refused_by_name(build):
-    model = build("llama", "flex_attention")
-    with pytest.raises(UnreadableModelError, match=r"flex_attention.*sdpa"), ComputationReader(model):
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_flex_attention_is_read_from_its_functions(name, build, padded, monkeypatch):
+    """Masks, windows and softcap exist inside FlexAttention's functions only; eager attention says what they mean."""
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled_flex)
+    ids, mask = padded
+    read = {}
+    for implementation in ("eager", "flex_attention"):
+        model = build(name, implementation)
+        with torch.no_grad(), ComputationReader(model, layers="all", statistics=NAMES, sink_tokens=2) as reader:
+            model(input_ids=ids, attention_mask=mask)
+        read[implementation] = reader
+    real = mask.bool()
+    for statistic in NAMES:
+        got, want = (read[i].statistic(statistic)[real] for i in ("flex_attention", "eager"))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert torch.equal(read["flex_attention"].visible_keys()[real], read["eager"].visible_keys()[real])
+
+
+def test_paged_attention_is_refused_by_name(build):
+    model = build("llama")
+    model.config._attn_implementation_internal = "paged|sdpa"
+    with pytest.raises(UnreadableModelError, match=r"paged.*sdpa"), ComputationReader(model):
         pass
 
 
@@ -293,7 +320,8 @@ def test_misuse_says_what_to_do(build, padded):
     for options, match in (
         ({"statistics": ("colision",)}, "collision"),
         ({"sink_tokens": -1}, "sink_tokens"),
-        ({"completion_length": 0}, "completion_length"),
+        ({"positions": slice(0, 9, 2)}, "positions"),
+        ({"routed_width": -1}, "routed_width"),
         ({"heads": "max"}, "heads"),
         ({"layers": "upper"}, "middle"),
         ({"hidden_layers": (3,)}, "hidden_layers"),
@@ -304,16 +332,13 @@ def test_misuse_says_what_to_do(build, padded):
         ComputationReader(model, layers=(0, 5))
     with pytest.raises(UnreadableModelError, match="no Transformers model"):
         ComputationReader(nn.Linear(2, 2))
-    reader = ComputationReader(model, completion_length=20)
+    reader = ComputationReader(model, positions=slice(-21, -1))
     with pytest.raises(EvidenceError, match="inside"):
         reader.statistic("collision")
-    with pytest.raises(EvidenceError, match="leaves no prompt"), reader, torch.no_grad():
+    with pytest.raises(EvidenceError, match="not within a sequence of 20"), reader, torch.no_grad():
         model(input_ids=ids, attention_mask=mask)
     with pytest.raises(ConfigError, match="collision"):
         reader.statistic("entropy")
-    packed = torch.cat([torch.arange(12), torch.arange(8)])[None]
-    with pytest.raises(EvidenceError, match="packed"), ComputationReader(model):
-        model(input_ids=ids[:1], position_ids=packed, use_cache=False)
     with ComputationReader(model, heads=(7,)), pytest.raises(ConfigError, match="heads 0 to 3"):
         model(input_ids=ids, attention_mask=mask)
 
@@ -333,13 +358,12 @@ def test_a_reader_can_be_used_again_but_not_twice_at_once(build, padded):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_calls_that_are_not_causal_are_not_read_as_causal(implementation, build):
     """A four-dimensional mask says all there is to say; eager attention without one hides nothing."""
-    from comppo.computation.reader import _reduce_call
-
     torch.manual_seed(0)
     module, query, key = build("llama").model.layers[0].self_attn, torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
     both_ways = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     both_ways[..., 4] = False
-    stats = _reduce_call(implementation, module, query, key, both_ways, {}, None, slice(0, 6))
+    options = {"sinks": None, "documents": None, "rows": slice(0, 6)}
+    stats = statistics_of_call(implementation, module, query, key, both_ways, {}, **options)
     assert (stats.visible_keys == 5).all()
-    stats = _reduce_call(implementation, module, query, key, None, {}, None, slice(0, 6))
+    stats = statistics_of_call(implementation, module, query, key, None, {}, **options)
     assert stats.visible_keys[0, 0].tolist() == ([6] * 6 if implementation == "eager" else [1, 2, 3, 4, 5, 6])

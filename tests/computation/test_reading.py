@@ -199,7 +199,7 @@ def test_misuse_says_what_to_do(build):
     promptless = mask.clone()
     promptless[1, :6] = 0
     for error, match, changes in (
-        (ConfigError, "collision, entropy, concentration", {"statistic": "colision"}),
+        (ConfigError, "collision, effective_keys, entropy", {"statistic": "colision"}),
         (ConfigError, "temperature", {"temperature": 0.0}),
         (ConfigError, "micro_batch_size", {"micro_batch_size": 0}),
         (ConfigError, r"return a tensor of shape \(4, 7\)", {"statistic": lambda c: c.routing}),

@@ -106,8 +106,8 @@ def test_the_choice_of_layers_is_checked(config_of):
         require_readable(config, layers=(True,))
     with pytest.raises(ConfigError, match="middle"):
         require_readable(config, layers="upper")
-    config._attn_implementation = "flex_attention"
-    with pytest.raises(UnreadableModelError, match=r"flex_attention.*sdpa"):
+    config._attn_implementation = "paged|sdpa"
+    with pytest.raises(UnreadableModelError, match=r"paged.*sdpa"):
         require_readable(config)
 
 
@@ -140,17 +140,17 @@ def test_models_that_see_images_are_read_in_their_text_layers(name, named):
     assert require_readable(config, layers="all") == (0, 1)
     # The vision tower is as deep: its layers must not be taken for the decoder's
     assert "vision" not in type(map_model(as_model(config)).decoder).__name__.lower()
-    with pytest.raises(UnreadableModelError, match=r"flex_attention.*sdpa"):
-        require_readable(config, attn_implementation="flex_attention")
+    with pytest.raises(UnreadableModelError, match=r"paged.*sdpa"):
+        require_readable(config, attn_implementation="paged|eager")
 
 
 def test_the_requested_attention_overrides_the_configuration_s(config_of):
     config = config_of("llama")
-    for refused in ("flex_attention", "paged|sdpa", {"": "flex_attention"}, {"text_config": "flex_attention"}):
+    for refused in ("paged|eager", "paged|sdpa", {"": "paged|sdpa"}, {"text_config": "paged|sdpa"}):
         with pytest.raises(UnreadableModelError, match=r"attn_implementation=.*sdpa"):
             require_readable(config, attn_implementation=refused)
-    config._attn_implementation = "flex_attention"
-    for accepted in ("sdpa", "flash_attention_2", {"text_config": "sdpa", "vision_config": "flex_attention"}):
+    config._attn_implementation = "paged|sdpa"
+    for accepted in ("sdpa", "flex_attention", "flash_attention_2", {"text_config": "sdpa", "": "paged|sdpa"}):
         assert require_readable(config, layers="all", attn_implementation=accepted) == (0, 1)
 
 
@@ -168,8 +168,8 @@ def test_without_evidence_the_check_is_put_off(config_of, build, monkeypatch):
     assert require_readable(config) is None
     with pytest.raises(ConfigError, match="middle"):
         require_readable(config, layers="upper")
-    with pytest.raises(UnreadableModelError, match="flex_attention"):
-        require_readable(config, attn_implementation="flex_attention")
+    with pytest.raises(UnreadableModelError, match="paged"):
+        require_readable(config, attn_implementation="paged|sdpa")
     with pytest.raises(UnreadableModelError, match=r"RemoteConfig does not tell.*load the model"):
         readable_layers(config)
 

@@ -1,22 +1,25 @@
 """Reading what a model computed: attention statistics, hidden states, scores. Needs no trainer, and loads Transformers
 only when a model is read."""
 
-from comppo.computation.reader import ComputationReader
+from comppo.computation.attention_rows import AttentionStatistics
+from comppo.computation.reader import ComputationReader, emitting_positions
 from comppo.computation.reading import STATISTICS, Computation, evaluation_mode, read_computation
 from comppo.computation.scoring import score_plainly, token_scores
-from comppo.computation.statistics import AttentionStatistics, attention_statistics
-from comppo.computation.summaries import ATTENTION_STATISTICS, TOKEN_STATISTICS, concentration
+from comppo.computation.statistics import attention_statistics
+from comppo.computation.summaries import ATTENTION_STATISTICS, TOKEN_STATISTICS, AttentionStatistic, concentration
 from comppo.computation.support import readable_layers, require_readable
 
 __all__ = [
     "ATTENTION_STATISTICS",
     "STATISTICS",
     "TOKEN_STATISTICS",
+    "AttentionStatistic",
     "AttentionStatistics",
     "Computation",
     "ComputationReader",
     "attention_statistics",
     "concentration",
+    "emitting_positions",
     "evaluation_mode",
     "read_computation",
     "readable_layers",

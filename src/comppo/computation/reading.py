@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from comppo.computation.reader import ComputationReader, Heads
+from comppo.computation.reader import ComputationReader, Heads, emitting_positions
 from comppo.computation.scoring import Score, score_plainly
 from comppo.computation.summaries import ATTENTION_STATISTICS, TOKEN_STATISTICS, check_statistic
 from comppo.computation.support import Layers
@@ -109,7 +109,7 @@ def read_computation(
         layers=layers,
         heads=heads,
         sink_tokens=sink_tokens,
-        completion_length=completion_length,
+        positions=emitting_positions(completion_length),
         hidden_layers=hidden_layers,
     )
     if not reader.layers and isinstance(statistic, str) and statistic in ATTENTION_STATISTICS:

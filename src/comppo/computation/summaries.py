@@ -1,39 +1,113 @@
-"""The statistics that can be asked for by name; the sink is left out and the row renormalised over the other keys."""
+"""The statistics of attention rows that can be asked for by name, and how a user brings their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from comppo.computation.statistics import AttentionStatistics
+from comppo.computation.attention_rows import AttentionStatistics
 from comppo.errors import ConfigError
 
 
-def concentration(stats: AttentionStatistics) -> Tensor:
-    """1 - entropy / log(visible keys), unitless, in [0, 1]; 0 where fewer than two keys are visible."""
-    several = stats.rest_visible_keys > 1
-    log_n = torch.where(several, stats.rest_visible_keys, 2.0).log()
-    return torch.where(several, 1.0 - stats.rest_entropy / log_n, 0.0).clamp(0.0, 1.0)
+@dataclass(frozen=True, slots=True)
+class AttentionStatistic:
+    """A number per row, head and token, made from reduced attention rows.
+
+    Example:
+        peak_over_mean = AttentionStatistic("peak_over_mean", lambda rows: rows.rest_maximum * rows.rest_visible_keys)
+        ComputationReader(model, statistics=("collision", peak_over_mean))
+    """
+
+    name: str
+    """What it is called where results are asked for."""
+    compute: Callable[[AttentionStatistics], Tensor]
+    """(rows, heads, tokens) from the reductions; 0 where a row has no key but sinks, so that padding stays 0."""
+    entropy: bool = True
+    """Whether `compute` looks at entropies, which cost a tenth more."""
+    distance: bool = True
+    """Whether it looks at distances, which cost a fifth more."""
 
 
-ATTENTION_STATISTICS: Mapping[str, Callable[[AttentionStatistics], Tensor]] = MappingProxyType(
+def _entropy(rows: AttentionStatistics) -> Tensor:
+    assert rows.rest_entropy is not None
+    return rows.rest_entropy
+
+
+def _distance(rows: AttentionStatistics) -> Tensor:
+    assert rows.rest_distance is not None
+    return rows.rest_distance
+
+
+def normalised_entropy(rows: AttentionStatistics) -> Tensor:
+    """entropy / log(visible keys), unitless, in [0, 1]; 1 where fewer than two keys are visible."""
+    several = rows.rest_visible_keys > 1
+    log_n = torch.where(several, rows.rest_visible_keys, 2.0).log()
+    return torch.where(several, _entropy(rows) / log_n, 1.0).clamp(0.0, 1.0)
+
+
+def concentration(rows: AttentionStatistics) -> Tensor:
+    """1 - normalised entropy, unitless, in [0, 1]; 0 where fewer than two keys are visible."""
+    return 1.0 - normalised_entropy(rows)
+
+
+def effective_keys(rows: AttentionStatistics) -> Tensor:
+    """1 / collision: how many equally weighted keys would collide as often; 0 where no key is visible."""
+    some = rows.rest_collision > 0
+    return torch.where(some, 1.0 / torch.where(some, rows.rest_collision, 1.0), 0.0)
+
+
+ATTENTION_STATISTICS: Mapping[str, AttentionStatistic] = MappingProxyType(
     {
-        "collision": lambda stats: stats.rest_collision,
-        "entropy": lambda stats: stats.rest_entropy,
-        "concentration": concentration,
-        "maximum": lambda stats: stats.rest_maximum,
-        "sink_mass": lambda stats: stats.sink_mass,
+        statistic.name: statistic
+        for statistic in (
+            AttentionStatistic("collision", lambda rows: rows.rest_collision, entropy=False, distance=False),
+            AttentionStatistic("effective_keys", effective_keys, entropy=False, distance=False),
+            AttentionStatistic("entropy", _entropy, distance=False),
+            AttentionStatistic("normalised_entropy", normalised_entropy, distance=False),
+            AttentionStatistic("concentration", concentration, distance=False),
+            AttentionStatistic("maximum", lambda rows: rows.rest_maximum, entropy=False, distance=False),
+            AttentionStatistic("sink_mass", lambda rows: rows.sink_mass, entropy=False, distance=False),
+            AttentionStatistic("distance", _distance, entropy=False),
+        )
     }
 )
-"""Reductions of attention rows, one value per row, head and token."""
+"""Reductions of attention rows without their sinks, renormalised; `sink_tokens=0` takes the whole row."""
 
 TOKEN_STATISTICS: tuple[str, ...] = ("output_entropy", "hidden_change")
 """Statistics that need no attention: entropy of the output distribution (nats), and the norm of the change of the
 hidden state against the position before, relative to that position's norm (unitless; 0 where there is none before)."""
 
 
-def check_statistic(name: object, known: tuple[str, ...]) -> None:
+def chosen_statistics(statistics: Sequence[str | AttentionStatistic]) -> dict[str, AttentionStatistic]:
+    """The statistics that were asked for, by name.
+
+    Args:
+        statistics: names from `ATTENTION_STATISTICS`, or statistics of the caller's own.
+
+    Returns:
+        Each once, in order.
+
+    Raises:
+        ConfigError: a name is unknown, or two statistics share one.
+    """
+    chosen: dict[str, AttentionStatistic] = {}
+    for given in statistics:
+        if not isinstance(given, AttentionStatistic):
+            check_statistic(given, tuple(ATTENTION_STATISTICS))
+        statistic = given if isinstance(given, AttentionStatistic) else ATTENTION_STATISTICS[given]
+        if chosen.setdefault(statistic.name, statistic) != statistic:
+            raise ConfigError(f"two statistics are named {statistic.name!r}: give yours another name.")
+    return chosen
+
+
+def name_of(statistic: str | AttentionStatistic) -> str:
+    """A statistic's name."""
+    return statistic.name if isinstance(statistic, AttentionStatistic) else statistic
+
+
+def check_statistic(name: object, known: Sequence[str]) -> None:
     """Raise ConfigError where `name` is not one of `known`."""
     if name not in known:
         raise ConfigError(f"statistic={name!r} is unknown: pass one of {', '.join(known)}, or a callable.")

@@ -96,9 +96,9 @@ def _implementations(config: Any, requested: str | Mapping[str, str] | None) -> 
 
 def check_implementation(implementation: str | None) -> None:
     """Raise UnreadableModelError where an attention implementation hides its masks."""
-    if implementation is not None and ("flex" in implementation or "paged" in implementation):
+    if implementation is not None and "paged" in implementation:
         raise UnreadableModelError(
-            f"attn_implementation={implementation!r} cannot be read: its masks exist only inside its kernel. "
+            f"attn_implementation={implementation!r} cannot be read: its keys lie in pages of a shared cache. "
             'Load the model with attn_implementation="sdpa".'
         )
 

@@ -1,0 +1,117 @@
+"""What the arguments of an attention call mean, which differs between Transformers' implementations of attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comppo.computation.attention_rows import INVISIBLE, AttentionStatistics
+from comppo.computation.sequences import over_keys
+from comppo.computation.statistics import attention_statistics
+from comppo.computation.support import check_implementation
+from comppo.errors import UnreadableModelError
+
+
+def statistics_of_call(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Any,
+    options: dict[str, Any],
+    *,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    rows: slice,
+    features: Tensor | None = None,
+    entropy: bool = True,
+    distance: bool = False,
+) -> AttentionStatistics:
+    """Statistics of one attention call, as its implementation understands its arguments.
+
+    Args:
+        implementation: its name in the registry.
+        module: the attention module that called.
+        query: (rows, heads, queries, width).
+        key: (rows, kv_heads, keys, width).
+        mask: as that implementation takes it.
+        options: further arguments of the call, by name.
+        sinks: (rows, positions), over all positions; as the next and `features`.
+        documents: numbers of packed documents, where the implementation is to keep them apart.
+        rows: query positions to reduce.
+        features: (rows, positions, features).
+        entropy: whether to compute entropies.
+        distance: whether to compute distances.
+
+    Returns:
+        Of the chosen query positions.
+
+    Raises:
+        UnreadableModelError: the call cannot be read.
+    """
+    check_implementation(implementation)
+    if options.get("position_bias") is not None:
+        raise UnreadableModelError(
+            f"{type(module).__name__} uses a position bias, which is not read: leave its layer out of `layers`."
+        )
+    queries, keys = query.shape[2], key.shape[2]
+    causal = options.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and queries > 1
+    window = apart = None
+    if "flash" in implementation:  # padding is a 2-D mask, the window an argument, documents are told by positions
+        window, apart = options.get("sliding_window"), documents
+        if mask is not None:
+            mask = over_keys(mask.bool(), keys)[:, None, None, :].expand(-1, 1, queries, -1)
+    elif hasattr(mask, "mask_mod"):
+        mask, causal = mask.mask_mod, False
+    elif mask is not None:  # 4-D, with causality and window inside
+        causal = False
+        mask = mask[..., :keys]
+    elif implementation == "eager" or "flex" in implementation:
+        causal = False  # they hide nothing by themselves
+    elif causal and keys > queries:
+        key = key[:, :, :queries]  # as sdpa does with a preallocated, empty cache
+    keys = key.shape[2]
+    scale = options.get("scaling")
+    return attention_statistics(
+        query,
+        key,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        mask=mask,
+        causal=causal,
+        window=window if causal else None,
+        softcap=options.get("softcap"),
+        sinks=None if sinks is None else over_keys(sinks, keys)[:, :keys],
+        documents=None if apart is None else over_keys(apart, keys)[:, :keys],
+        rows=rows,
+        s_aux=options.get("s_aux"),
+        features=None if features is None else over_keys(features, keys)[:, :keys],
+        entropy=entropy,
+        distance=distance,
+    )
+
+
+def documents_apart(
+    implementation: str, query: Tensor, mask: Any, options: dict[str, Any], documents: Tensor | None
+) -> Tensor | None:
+    """The documents that this call keeps apart, (rows, positions), or None where each row is one sequence.
+
+    Position ids that begin anew are documents for some implementations and inputs only, and Transformers decides that
+    far from the call; so sdpa, eager and flex are asked what they hide, and flash attention what it was given.
+    """
+    if "flash" in implementation:
+        ends = options.get("cu_seq_lens_q")
+        if ends is not None:
+            at = torch.arange(query.shape[2], device=query.device)
+            return torch.bucketize(at, ends[1:].to(query.device), right=True)[None]
+        return documents if query.shape[0] == 1 else None
+    if documents is None or mask is None:
+        return None
+    row, position = (documents.diff(dim=-1) != 0).nonzero(as_tuple=True)
+    if hasattr(mask, "mask_mod"):
+        head = torch.zeros_like(row)
+        crosses = torch.vmap(mask.mask_mod)(row, head, position + 1, position)
+    else:
+        crosses = mask[row % mask.shape[0], 0, position + 1, position]
+        crosses = crosses if crosses.dtype == torch.bool else crosses > INVISIBLE
+    return None if bool(crosses.any()) else documents
