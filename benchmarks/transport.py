@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import age_allocator, comppo_version, peak_bytes, processor, spread
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-import comppo
 from comppo.transport import comp_gae
 from comppo.transport.reference import comp_gae_loop
 
@@ -124,23 +123,6 @@ def milliseconds(side: Callable[[], Any], clock: Callable[[], float]) -> float:
     return 1e3 * elapsed
 
 
-def peak_bytes(side: Callable[[], Any]) -> int:
-    """Highest running sum of the allocator's events during `side`, results included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = side()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    del result
-    running = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        running += event.nbytes()
-        peak = max(peak, running)
-    return peak
-
-
-def spread(numbers: list[float]) -> dict[str, float]:
-    return {"min": min(numbers), "median": statistics.median(numbers), "max": max(numbers)}
-
-
 def measure(batch: int, tokens: int, repeats: int, limit: float, clock: str) -> dict[str, Any]:
     inputs = make_inputs(batch, tokens)
     clean = {name: tensor.nan_to_num() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
@@ -191,20 +173,6 @@ def measure(batch: int, tokens: int, repeats: int, limit: float, clock: str) -> 
     }
 
 
-def comppo_version() -> str:
-    from importlib.metadata import version
-
-    return version(comppo.__name__)
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def show(record: dict[str, Any]) -> None:
     ratio, copies = record["loop_over_ours_spread"], record["copy_ratio_spread"]
     torchrl = f"{record['torchrl_ms']:.1f} ms" if record["torchrl_ms"] else record["torchrl_note"]
@@ -216,11 +184,6 @@ def show(record: dict[str, Any]) -> None:
         f"    peak memory of ours: {record['peak_extra_tensors']:.2f} tensors of the input's size, results included",
         flush=True,
     )
-
-
-def age_allocator() -> None:
-    """Free one block just below the 32 MiB up to which glibc learns to keep memory."""
-    torch.ones(31 << 18)
 
 
 def main() -> None:

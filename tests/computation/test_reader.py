@@ -304,8 +304,8 @@ def test_autocast_does_not_coarsen_the_statistics(build, padded):
     model = build("llama")
     seen = []
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), ComputationReader(model, layers=(0,)) as reader:
-        observe = reader.observe
-        reader.observe = lambda *a: seen.append(a[2:4]) or observe(*a)
+        observe = reader._listener.observe
+        reader._listener.observe = lambda *a: seen.append(a[2:4]) or observe(*a)
         model(input_ids=ids, attention_mask=mask)
     (query, key), sink = seen[0], torch.arange(20) < mask.argmax(-1)[:, None] + 1
     scores = query.double() @ key.double().repeat_interleave(2, 1).transpose(-1, -2) * 8**-0.5

@@ -4,6 +4,7 @@ only when a model is read."""
 from comppo.computation.attention_rows import AttentionStatistics
 from comppo.computation.reader import ComputationReader, emitting_positions
 from comppo.computation.reading import STATISTICS, Computation, evaluation_mode, read_computation
+from comppo.computation.router import ROUTER_STATISTICS
 from comppo.computation.scoring import score_plainly, token_scores
 from comppo.computation.statistics import attention_statistics
 from comppo.computation.summaries import ATTENTION_STATISTICS, TOKEN_STATISTICS, AttentionStatistic, concentration
@@ -11,6 +12,7 @@ from comppo.computation.support import readable_layers, require_readable
 
 __all__ = [
     "ATTENTION_STATISTICS",
+    "ROUTER_STATISTICS",
     "STATISTICS",
     "TOKEN_STATISTICS",
     "AttentionStatistic",

@@ -1,24 +1,16 @@
 """A context manager that reads attention rows and hidden states while a model runs, changing none of its results."""
 
-import inspect
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comppo.computation import registry
-from comppo.computation.attention_calls import documents_apart, statistics_of_call
-from comppo.computation.attention_rows import AttentionStatistics
-from comppo.computation.routed import project
-from comppo.computation.sequences import Sequences, sequences_of
-from comppo.computation.store import Store
+from comppo.computation.listener import Listener, Plan
+from comppo.computation.router import ROUTER_STATISTICS
 from comppo.computation.summaries import AttentionStatistic, chosen_statistics, name_of
-from comppo.computation.support import Layers, check_implementation, choose_layers, map_model
+from comppo.computation.support import Layers, choose_layers, choose_routers, map_model
 from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 
 Heads = str | Sequence[int] | None
@@ -73,9 +65,11 @@ class ComputationReader:
 
         Args:
             model: a causal language model of Transformers, wrapped or not.
-            statistics: names from `ATTENTION_STATISTICS`, or statistics of your own; "sink_mass" is always read.
+            statistics: names from `ATTENTION_STATISTICS` (of which "sink_mass" is always read), names from
+                `ROUTER_STATISTICS`, or statistics of your own.
             layers: "middle" (the middle third of the layers with readable attention), "all" of them, or a sequence of
-                `layer_idx` (an empty one reads no attention).
+                `layer_idx` (an empty one reads no attention). Routers are read in those of these layers that have one;
+                "middle" is then the middle third of those.
             heads: None keeps every head, "mean" averages them, a sequence of head numbers keeps these.
             sink_tokens: leading keys of each sequence that count as attention sink; 0 for none.
             positions: positions of each sequence to read, without a step; None reads every one. Ends below 0 count
@@ -96,69 +90,60 @@ class ComputationReader:
             raise ConfigError(f'heads={heads!r}: pass None, "mean" or a sequence of head numbers.')
         if routed_width < 0:
             raise ConfigError(f"routed_width={routed_width!r}: pass 0 (no summary) or a positive width.")
-        self._statistics = chosen_statistics((*statistics, "sink_mass"))
-        self._map = map_model(model)
-        self.layers: tuple[int, ...] = choose_layers(self._map, layers)
-        """`layer_idx` of the layers that are read, ascending."""
-        self._heads, self._sink_tokens, self._slice = heads, sink_tokens, positions
-        self._routed_width = routed_width
-        depth = len(self._map.layers)
+        router_statistics = tuple(dict.fromkeys(s for s in statistics if s in tuple(ROUTER_STATISTICS)))
+        of_attention = [s for s in statistics if s not in router_statistics]
+        chosen = chosen_statistics((*of_attention, "sink_mass"))
+        model_map = map_model(model)
+        reads_attention = bool(of_attention) or not router_statistics or bool(routed_width)
+        self.layers: tuple[int, ...] = choose_layers(model_map, layers if reads_attention else ())
+        """`layer_idx` of the layers whose attention is read, ascending."""
+        routers = choose_routers(model_map, layers) if router_statistics else {}
+        self.router_layers: tuple[int, ...] = tuple(routers)
+        """Positions of the layers whose routers are read, ascending."""
+        depth = len(model_map.layers)
         self.hidden_layers = tuple(i + depth + 1 if i < 0 else i for i in hidden_layers)
         """Indices of the hidden states that are kept, from 0."""
         if any(not 0 <= i <= depth for i in self.hidden_layers):
             raise ConfigError(
                 f"hidden_layers={tuple(hidden_layers)!r}: this model has indices -{depth + 1} to {depth}."
             )
-        self._layer_of = {id(self._map.attention[i]): i for i in self.layers}
-        self._handles: list[Any] = []
-        self._thread: int | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._store = Store()
-        self._sequences: Sequences | None = None
-        self._cache: weakref.ref[Any] | None = None
-        self._rows: slice | None = None
-        self._tokens: int | None = None
-        self._apart: tuple[Tensor | None, Tensor | None] | None = None
-        self._features: dict[int, Tensor] = {}
-        self._seen: set[int] = set()
-        self.forwards = 0
-        """Forward passes seen since the context was entered."""
+        self._listener = Listener(
+            Plan(
+                model=model_map,
+                statistics=chosen,
+                layers=self.layers,
+                heads=heads if heads is None or isinstance(heads, str) else tuple(heads),
+                sink_tokens=sink_tokens,
+                positions=positions,
+                hidden_layers=self.hidden_layers,
+                routed_width=routed_width,
+                routers=routers,
+                router_statistics=router_statistics,
+            )
+        )
 
     def __enter__(self) -> "ComputationReader":
         """Start reading; what an earlier use of this reader read is forgotten."""
-        if self._handles:
-            raise ConfigError("this reader is already reading: leave its context first, or make a second reader.")
-        self._forget()
-        self._thread = threading.get_ident()
-        decoder = self._map.decoder
-        check_implementation(getattr(decoder.config, "_attn_implementation", None))
-        untraced = torch.compiler.disable  # here, not as decorators: it loads the compiler
-        self._handles.append(decoder.register_forward_pre_hook(untraced(self._begin), with_kwargs=True))
-        for position, layer in enumerate(self._map.layers):
-            routed = self._routed_layer(layer) if self._routed_width else None
-            if position in self.hidden_layers or routed is not None:
-                hook = untraced(self._taker(position, routed))
-                self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        if len(self._map.layers) in self.hidden_layers:
-            self._handles.append(decoder.register_forward_hook(untraced(self._take_output)))
-        registry.attach(self)
+        self._listener.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop reading and leave model and registry as they were."""
-        registry.detach(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._listener.close()
 
     # What was read ------------------------------------------------------------------------------------------------
 
+    @property
+    def forwards(self) -> int:
+        """Forward passes seen since the context was entered."""
+        return self._listener.forwards
+
     def statistic(self, statistic: str | AttentionStatistic) -> Float[Tensor, "rows tokens layers heads"]:
         """A statistic of every row, position, layer and head.
+
+        Those of routers have one head; their layers are `router_layers`.
 
         Args:
             statistic: one of `statistics`, or "sink_mass".
@@ -185,7 +170,7 @@ class ComputationReader:
 
     def visible_keys(self) -> Float[Tensor, "rows tokens layers"]:
         """How many keys each position may attend to in each layer, sinks included."""
-        return torch.stack(self._collected("visible_keys"), -1)
+        return torch.stack(self._of_layers("visible_keys", self.layers), -1)
 
     def routed(self) -> Float[Tensor, "rows tokens layers width"]:
         """What attention reads of earlier positions: their hidden states, projected and weighted by its rows.
@@ -193,9 +178,9 @@ class ComputationReader:
         Each layer's input is scaled to unit root mean square, projected to `routed_width` columns by a fixed random
         matrix, and averaged with the layer's attention, sinks left out, and over the chosen heads.
         """
-        if not self._routed_width:
+        if not self._listener.plan.routed_width:
             raise ConfigError("routed_width=0 reads no routed summary: pass its width, such as 16.")
-        return torch.stack(self._collected("routed"), 2)
+        return torch.stack(self._of_layers("routed", self.layers), 2)
 
     def hidden(self) -> Float[Tensor, "rows tokens width"]:
         """Hidden states of `hidden_layers`, concatenated in that order; float32, detached."""
@@ -208,195 +193,43 @@ class ComputationReader:
         return torch.where(norm > 0, (hidden - before).norm(dim=-1) / torch.where(norm > 0, norm, 1.0), 0.0)
 
     def _named(self, statistic: str | AttentionStatistic) -> list[Tensor]:
-        name = name_of(statistic)
-        if name not in self._statistics:
-            raise ConfigError(f"statistic={name!r} was not read: this reader reads {', '.join(self._statistics)}.")
-        return self._collected(name)
+        """One (rows, tokens, heads) per layer."""
+        name, plan = name_of(statistic), self._listener.plan
+        if name in plan.router_statistics:
+            return [values.unsqueeze(-1) for values in self._of_layers(name, self.router_layers)]
+        if name not in plan.statistics:
+            read = ", ".join((*plan.statistics, *plan.router_statistics))
+            raise ConfigError(f"statistic={name!r} was not read: this reader reads {read}.")
+        return self._of_layers(name, self.layers)
 
-    def _collected(self, name: str) -> list[Tensor]:
+    def _of_layers(self, name: str, layers: tuple[int, ...]) -> list[Tensor]:
         self._need_forward()
-        if not self.layers:
+        if not layers:
             raise ConfigError("layers=() reads no attention: pass the layers to read.")
-        unseen = [i for i in self.layers if self._store.parts((name, i)) < self.forwards]
-        if unseen:
+        unseen = [i for i in layers if self._listener.store.parts((name, i)) < self.forwards]
+        if unseen and layers is self.layers:
             raise UnreadableModelError(
                 f"the attention of layers {unseen} did not go through Transformers' attention registry, or the forward "
                 'stopped before them: load the model with attn_implementation="sdpa" and leave these layers out.'
             )
-        return [self._store.whole((name, i)) for i in self.layers]
+        if unseen:
+            raise UnreadableModelError(
+                f"the routers of layers {unseen} did not run as modules (a kernel may replace the whole block), or the "
+                "forward stopped before them: load the model without such kernels, or leave these layers out."
+            )
+        return [self._listener.store.whole((name, i)) for i in layers]
 
     def _hidden_states(self, kind: str) -> Tensor:
         self._need_forward()
         if not self.hidden_layers:
             raise ConfigError("hidden_layers=() reads no hidden states: pass their indices, such as (-1,).")
-        if any(self._store.parts((kind, i)) < self.forwards for i in self.hidden_layers):
+        store = self._listener.store
+        if any(store.parts((kind, i)) < self.forwards for i in self.hidden_layers):
             raise EvidenceError(
-                "hidden states were not seen: the forward stopped before them, or the model was compiled while other "
-                "hooks were on it; call torch.compiler.reset() before the first forward in this context."
+                f"hidden states {self.hidden_layers} were not all seen: the forward stopped before them."
             )
-        return torch.cat([self._store.whole((kind, i)) for i in self.hidden_layers], -1)
+        return torch.cat([store.whole((kind, i)) for i in self.hidden_layers], -1)
 
     def _need_forward(self) -> None:
         if not self.forwards:
             raise EvidenceError("nothing was read: run the model's forward inside the reader's context.")
-
-    # While the model runs -----------------------------------------------------------------------------------------
-
-    def _listens(self) -> bool:
-        """Whether what happens now is a forward of this reader's thread, not a checkpoint run again for gradients."""
-        return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before each forward of the decoder: learn where its sequences begin."""
-        if not self._listens():
-            return
-        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        self._sequences = sequences_of(given)
-        cache = given.get("past_key_values")
-        continues = bool(self._sequences.past) and self._cache is not None and self._cache() is cache
-        if continues and self._slice is not None:
-            raise EvidenceError(
-                f"positions={self._slice!r} choose from whole sequences, but this forward adds to a cache: "
-                "read every position (positions=None) while a sequence grows."
-            )
-        self._cache = None if cache is None else weakref.ref(cache)
-        if not continues:
-            self._features.clear()
-        self._rows = self._positions(self._sequences.total - self._sequences.past)
-        self._check_length(continues)
-        self._apart = None
-        self._seen.clear()
-        self._store.begin(new_rows=not continues)
-        self.forwards += 1
-
-    def _check_length(self, continues: bool) -> None:
-        """Refuse micro-batches that cannot be joined as soon as they are seen."""
-        assert self._rows is not None
-        tokens = self._rows.stop - self._rows.start
-        if continues:
-            self._tokens = None  # a growing sequence: told at its end
-        elif not self.forwards:
-            self._tokens = tokens
-        elif self._tokens is not None and tokens != self._tokens:
-            raise EvidenceError(
-                f"a forward that reads {tokens} positions follows one of {self._tokens} in the same context: pad all "
-                "micro-batches to one length, choose as many `positions` in each, or read each in its own context."
-            )
-
-    def _positions(self, length: int) -> slice:
-        """The positions to read of a forward of this length."""
-        start, stop, _ = (self._slice or slice(None)).indices(length)
-        wanted = self._slice
-        outside = wanted is not None and any(
-            end is not None and not -length <= end <= length for end in (wanted.start, wanted.stop)
-        )
-        if outside or start >= stop:
-            raise EvidenceError(f"positions={wanted!r} are not within a sequence of {length} positions.")
-        return slice(start, stop)
-
-    def observe(
-        self, implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
-    ) -> None:
-        """Called by the registry after each attention call; reduces its rows if it is one of the chosen layers."""
-        layer = self._layer_of.get(id(module))
-        if layer is None or not self._listens() or self._sequences is None:
-            return
-        self._check_once(layer)
-        with torch.no_grad():
-            if self._apart is None:
-                documents = documents_apart(implementation, query, mask, options, self._sequences.documents)
-                self._apart = documents, self._sinks(documents)
-            documents, sinks = self._apart
-            stats = statistics_of_call(
-                implementation,
-                module,
-                query.detach(),
-                key.detach(),
-                mask,
-                options,
-                sinks=sinks,
-                documents=documents,
-                rows=self._rows or slice(None),
-                features=self._features.get(layer),
-                entropy=any(s.entropy for s in self._statistics.values()),
-                distance=any(s.distance for s in self._statistics.values()),
-            )
-            self._keep(layer, stats)
-
-    def _check_once(self, layer: int) -> None:
-        if layer in self._seen:
-            raise UnreadableModelError(f"layer {layer} attended twice in one forward: leave it out of `layers`.")
-        self._seen.add(layer)
-
-    def _sinks(self, documents: Tensor | None) -> Tensor | None:
-        assert self._sequences is not None
-        return self._sequences.sinks(self._sink_tokens, documents)
-
-    def _keep(self, layer: int, stats: AttentionStatistics) -> None:
-        for name, statistic in self._statistics.items():
-            values = statistic.compute(stats)
-            if values.shape != stats.visible_keys.shape:
-                raise ConfigError(
-                    f"statistic {name!r} gave {tuple(values.shape)}: return one value per row, head and token, "
-                    f"{tuple(stats.visible_keys.shape)}."
-                )
-            self._store.add((name, layer), self._of_heads(values).transpose(1, 2))
-        self._store.add(("visible_keys", layer), stats.visible_keys[:, 0])
-        if stats.rest_features is not None:
-            chosen = self._heads if isinstance(self._heads, str) else None
-            routed = stats.rest_features if chosen or self._heads is None else stats.rest_features[:, list(self._heads)]
-            self._store.add(("routed", layer), routed.mean(1))
-
-    def _of_heads(self, values: Tensor) -> Tensor:
-        if self._heads is None:
-            return values
-        if isinstance(self._heads, str):
-            return values.mean(1, keepdim=True)
-        if any(not 0 <= h < values.shape[1] for h in self._heads):
-            raise ConfigError(f"heads={tuple(self._heads)!r}: this model has heads 0 to {values.shape[1] - 1}.")
-        return values[:, list(self._heads)]
-
-    def _routed_layer(self, layer: nn.Module) -> int | None:
-        """The `layer_idx` of the attention that is read in this decoder layer."""
-        return next((self._layer_of[id(m)] for m in layer.modules() if id(m) in self._layer_of), None)
-
-    def _taker(self, position: int, routed: int | None) -> Callable[..., None]:
-        def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._listens() and self._sequences is not None:
-                hidden = args[0] if args else kwargs["hidden_states"]
-                if position in self.hidden_layers:
-                    self._take_hidden(position, hidden)
-                if routed is not None:
-                    self._take_features(routed, hidden)
-
-        return take
-
-    def _take_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._listens() and self._sequences is not None:
-            self._take_hidden(len(self._map.layers), output if isinstance(output, Tensor) else output[0])
-
-    def _take_hidden(self, index: int, hidden: Tensor) -> None:
-        """Keep the read positions, and each one's predecessor for `hidden_change`; copied, to free the rest."""
-        assert self._rows is not None and self._sequences is not None
-        rows, hidden = self._rows, hidden.detach()
-        first = max(rows.start - 1, 0)
-        before = hidden[:, first : rows.stop - 1]
-        if rows.start == 0:
-            earlier = self._store.last(("hidden", index)) if self._sequences.past else None
-            lead = torch.zeros_like(hidden[:, :1]) if earlier is None else earlier.to(hidden)
-            before = torch.cat([lead, before], 1)
-        self._store.add(("hidden", index), hidden[:, rows].clone())
-        self._store.add(("hidden_before", index), before.clone())
-
-    def _take_features(self, layer: int, hidden: Tensor) -> None:
-        """Project a layer's input; while a cache grows, the projections of earlier positions are kept as well."""
-        assert self._sequences is not None
-        projected = project(hidden.detach(), self._routed_width, layer)
-        if layer in self._features:
-            projected = torch.cat([self._features[layer], projected], 1)
-        if projected.shape[1] != self._sequences.total:
-            raise EvidenceError(
-                "a routed summary needs every position that attention reads, but the cache was begun before this "
-                "context: run the whole sequence inside it."
-            )
-        self._features[layer] = projected

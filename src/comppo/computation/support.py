@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from comppo.computation.bypass import bypass_kind
+from comppo.computation.router import Router, find_routers, why_no_router
 from comppo.errors import ConfigError, UnreadableModelError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,9 @@ class ModelMap:
     layers: nn.ModuleList
     """The decoder layers, in order."""
     attention: dict[int, nn.Module]
-    """Readable attention modules by `layer_idx`: those that go through the attention registry."""
+    """Readable attention modules by `layer_idx`."""
+    bypassing: frozenset[int] = frozenset()
+    """Those of them that do not go through the attention registry: see `bypass.py`."""
     why_not: dict[int, str] = field(default_factory=dict)
     """For each other layer, why it cannot be read."""
 
@@ -169,18 +173,27 @@ def map_model(model: nn.Module) -> ModelMap:
     decoder = _innermost_owner(outer, layers)
     attention: dict[int, nn.Module] = {}
     why_not: dict[int, str] = {}
+    bypassing = set()
     for position, layer in enumerate(layers):
         found = [m for m in layer.modules() if _is_readable(m)]
+        outside = not found
+        if outside:
+            found = [m for m in layer.modules() if bypass_kind(type(m)) is not None]
         indices = {int(getattr(m, "layer_idx", position)) for m in found}
         if len(found) > 1:
             why_not[position] = f"{len(found)} self-attention modules in one layer"
         elif found and (found[0] in attention.values() or min(indices) < 0):
             why_not[position] = f"{type(found[0]).__name__} is shared between layers"
         elif found:
-            attention.setdefault(indices.pop(), found[0])
+            index = indices.pop()
+            attention.setdefault(index, found[0])
+            if outside:
+                bypassing.add(index)
         else:
             why_not[position] = _reason(layer)
-    return ModelMap(decoder=decoder, layers=layers, attention=attention, why_not=why_not)
+    return ModelMap(
+        decoder=decoder, layers=layers, attention=attention, bypassing=frozenset(bypassing), why_not=why_not
+    )
 
 
 def check_layers(layers: Layers) -> None:
@@ -209,6 +222,38 @@ def choose_layers(found: ModelMap, layers: Layers) -> tuple[int, ...]:
             + ("" if readable else _REMEDY)
         )
     return tuple(chosen)
+
+
+def choose_routers(found: ModelMap, layers: Layers) -> dict[int, Router]:
+    """The routers to read, by position of their layer, ascending.
+
+    Args:
+        found: where the parts of the model are.
+        layers: "middle" is the middle third of the layers with a router; "all" of them; or layer numbers, of which
+            those without a router are passed over.
+
+    Returns:
+        At least one.
+
+    Raises:
+        ConfigError: `layers` is neither a known name nor a sequence of integers.
+        UnreadableModelError: none of these layers has a router that can be read.
+    """
+    check_layers(layers)
+    routers = find_routers(found.decoder, found.layers)
+    third = len(routers) // 3
+    wanted = layers
+    if isinstance(layers, str):
+        readable = sorted(routers)
+        wanted = readable if layers == "all" else readable[third : len(readable) - third]
+    chosen = {i: routers[i] for i in sorted(routers) if i in wanted}
+    if not chosen:
+        reasons = why_no_router(found.decoder, found.layers)
+        why = "; ".join(sorted({reason for i, reason in reasons.items() if isinstance(layers, str) or i in layers}))
+        raise UnreadableModelError(
+            f"layers={layers!r} have no router that can be read: {why}. Layers with one: {sorted(routers) or 'none'}."
+        )
+    return chosen
 
 
 _REMEDY = (
@@ -272,12 +317,13 @@ def _layer_list(outer: Any) -> nn.ModuleList:
     """The stack of decoder layers: the first list as long as the (text) configuration says."""
     config = outer.config
     text = config.get_text_config(decoder=True)
-    number = getattr(text, "num_hidden_layers", None)
+    # LongCat counts two hidden layers in each of its decoder layers
+    numbers = {int(getattr(text, n)) for n in ("num_hidden_layers", "num_layers") if getattr(text, n, None) is not None}
     root = outer.get_decoder() if hasattr(outer, "get_decoder") else outer
     for module in (*root.modules(), *outer.modules()):
-        if isinstance(module, nn.ModuleList) and len(module) == number:
+        if isinstance(module, nn.ModuleList) and len(module) in numbers:
             return module
-    raise UnreadableModelError(f"{type(outer).__name__} has no list of {number} decoder layers.")
+    raise UnreadableModelError(f"{type(outer).__name__} has no list of {sorted(numbers)} decoder layers.")
 
 
 def _innermost_owner(outer: nn.Module, layers: nn.ModuleList) -> Any:
