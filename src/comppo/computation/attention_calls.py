@@ -1,5 +1,6 @@
 """What the arguments of an attention call mean, which differs between Transformers' implementations of attention."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def statistics_of_call(
     sinks: Tensor | None,
     documents: Tensor | None,
     rows: slice,
+    past: int = 0,
     features: Tensor | None = None,
     entropy: bool = True,
     distance: bool = False,
@@ -39,6 +41,7 @@ def statistics_of_call(
         sinks: (rows, positions), over all positions; as the next and `features`.
         documents: numbers of packed documents, where the implementation is to keep them apart.
         rows: query positions to reduce.
+        past: positions before the first query, cached ones.
         features: (rows, positions, features).
         entropy: whether to compute entropies.
         distance: whether to compute distances.
@@ -73,7 +76,7 @@ def statistics_of_call(
         key = key[:, :, :queries]  # as sdpa does with a preallocated, empty cache
     keys = key.shape[2]
     scale = options.get("scaling")
-    return attention_statistics(
+    stats = attention_statistics(
         query,
         key,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -88,6 +91,19 @@ def statistics_of_call(
         features=None if features is None else over_keys(features, keys)[:, :keys],
         entropy=entropy,
         distance=distance,
+    )
+    # A static cache has room after the queries, which were taken to stand at its end.
+    room = keys - queries - min(past, keys - queries)
+    return stats if not (distance and room) else _nearer(stats, room)
+
+
+def _nearer(stats: AttentionStatistics, room: int) -> AttentionStatistics:
+    """The same with queries that stand `room` positions before where they were taken to stand."""
+    assert stats.distance is not None and stats.rest_distance is not None
+    return replace(
+        stats,
+        distance=torch.where(stats.visible_keys > 0, stats.distance - room, 0.0),
+        rest_distance=torch.where(stats.rest_visible_keys > 0, stats.rest_distance - room, 0.0),
     )
 
 

@@ -17,7 +17,7 @@ from comppo.computation.attention_rows import AttentionStatistics
 from comppo.computation.bypass import Bypass
 from comppo.computation.routed import project
 from comppo.computation.router import ROUTER_STATISTICS, Router, RouterHook
-from comppo.computation.sequences import Sequences, sequences_of
+from comppo.computation.sequences import Sequences, cache_of, sequences_of
 from comppo.computation.statistics import reduce_scores
 from comppo.computation.store import Store
 from comppo.computation.summaries import AttentionStatistic
@@ -127,7 +127,7 @@ class Listener:
             return
         given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         self._sequences = sequences_of(given)
-        cache = given.get("past_key_values")
+        cache = cache_of(given)
         continues = bool(self._sequences.past) and self._cache is not None and self._cache() is cache
         if continues and self.plan.positions is not None:
             raise EvidenceError(
@@ -191,6 +191,7 @@ class Listener:
                 sinks=sinks,
                 documents=documents,
                 rows=self._rows,
+                past=self._sequences.past,
                 **self._wanted(layer),
             )
             self._keep(layer, stats)

@@ -58,7 +58,7 @@ def sequences_of(inputs: dict[str, Any]) -> Sequences:
     if not isinstance(tokens, Tensor):
         raise EvidenceError("the decoder was given neither input_ids nor inputs_embeds: pass one of them as a tensor.")
     rows, length = tokens.shape[:2]
-    cache = inputs.get("past_key_values")
+    cache = cache_of(inputs)
     past = 0 if cache is None else int(cache.get_seq_length())
     total = past + length
     mask = inputs.get("attention_mask")
@@ -80,6 +80,11 @@ def sequences_of(inputs: dict[str, Any]) -> Sequences:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise EvidenceError(f"attention_mask {shape}: pass (rows, positions) or (rows, 1, queries, keys), or None.")
     return Sequences(past=past, total=total, real=real, documents=documents)
+
+
+def cache_of(inputs: dict[str, Any]) -> Any:
+    """The cache of keys that a decoder was given, under either of the names that Transformers 5 has had for it."""
+    return inputs["cache"] if inputs.get("cache") is not None else inputs.get("past_key_values")
 
 
 def _documents(positions: Any, rows: int, length: int) -> Tensor | None:
