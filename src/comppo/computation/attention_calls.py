@@ -60,13 +60,13 @@ def statistics_of_call(
     queries, keys = query.shape[2], key.shape[2]
     causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and queries > 1
-    window = apart = None
+    window = apart = block_mask = None
     if "flash" in implementation:  # padding is a 2-D mask, the window an argument, documents are told by positions
         window, apart = options.get("sliding_window"), documents
         if mask is not None:
             mask = over_keys(mask.bool(), keys)[:, None, None, :].expand(-1, 1, queries, -1)
     elif hasattr(mask, "mask_mod"):
-        mask, causal = mask.mask_mod, False
+        block_mask, mask, causal = mask, mask.mask_mod, False
     elif mask is not None:  # 4-D, with causality and window inside
         causal = False
         mask = mask[..., :keys]
@@ -91,6 +91,7 @@ def statistics_of_call(
         features=None if features is None else over_keys(features, keys)[:, :keys],
         entropy=entropy,
         distance=distance,
+        block_mask=block_mask,
     )
     # A static cache has room after the queries, which were taken to stand at its end.
     room = keys - queries - min(past, keys - queries)

@@ -4,10 +4,13 @@ Everything that a softmax row says about its own concentration follows from four
 `docs/reading.md` has the identities and their errors, `streaming.py` the sums, `triton_kernel.py` the same on CUDA.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from comppo.computation import flex
 from comppo.computation.attention_rows import AttentionStatistics, MaskFunction, ScoreFunction
 from comppo.computation.score_sources import Given, Products
 from comppo.computation.streaming import Options, reduce
@@ -32,6 +35,7 @@ def attention_statistics(
     features: Float[Tensor, "rows keys features"] | None = None,
     entropy: bool = True,
     distance: bool = False,
+    block_mask: Any = None,
     block_queries: int | None = None,
     block_keys: int = 512,
 ) -> AttentionStatistics:
@@ -39,7 +43,7 @@ def attention_statistics(
 
     Scratch memory is one block of scores; neither scores nor probabilities exist as a whole. Sums are kept in float32
     (float64 for float64 inputs), whatever the inputs' dtype and autocast say. On CUDA a Triton kernel does the same
-    where it can.
+    where it can, and FlexAttention where mask or scores are functions and neither entropies nor distances are wanted.
 
     Args:
         query: after position encoding, not yet scaled.
@@ -59,6 +63,7 @@ def attention_statistics(
         features: what each key would be read as, shared by all heads.
         entropy: whether to compute the two entropies.
         distance: whether to compute the two distances.
+        block_mask: FlexAttention's block mask of a `mask` that is a function, which saves making it on CUDA.
         block_queries: queries per block; None fits the block to the cache.
         block_keys: keys per block.
 
@@ -78,6 +83,21 @@ def attention_statistics(
     start, stop, step = (rows or slice(None)).indices(query.shape[2])
     if step != 1:
         raise EvidenceError(f"rows={rows!r} has step {step}: pass a contiguous slice of query positions.")
+    part = slice(start, stop)
+    simple = not (entropy or distance or causal or features is not None or documents is not None)
+    if callable(mask) and simple and flex.supports(query):
+        return flex.flex_statistics(
+            query,
+            key,
+            scale=scale,
+            mask=mask,
+            score_function=score_function,
+            softcap=softcap,
+            sinks=sinks,
+            rows=part,
+            s_aux=s_aux,
+            block_mask=block_mask,
+        )
     if query.is_cuda and not callable(mask) and score_function is None:
         from comppo.computation import triton_kernel
 
@@ -92,7 +112,7 @@ def attention_statistics(
                 softcap=softcap,
                 sinks=sinks,
                 documents=documents,
-                rows=slice(start, stop),
+                rows=part,
                 s_aux=s_aux,
                 features=features,
                 entropy=entropy,

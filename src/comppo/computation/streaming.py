@@ -24,7 +24,9 @@ from torch import Tensor
 from comppo.computation.attention_rows import LOWEST_MAXIMUM, MASKED, AttentionStatistics, joined
 
 SCRATCH_SCORES = 2**18  # scores per block: 1 MiB in float32, about what a CPU core keeps close
+SCRATCH_ON_DEVICE = 2**24  # the same on an accelerator, where a block has to be worth its kernels' starts
 LEAST_QUERIES = 16  # queries per block that make a product worth its call
+MOST_QUERIES = 256
 
 
 @runtime_checkable
@@ -91,9 +93,10 @@ def reduce(
         The statistics of all rows.
     """
     n_rows, n_heads, _, n_keys = source.shape
+    scratch = SCRATCH_SCORES if source.like.device.type == "cpu" else SCRATCH_ON_DEVICE
     at_once = n_heads * min(block_keys, max(n_keys, 1))
-    block_rows = min(n_rows, max(1, SCRATCH_SCORES // (at_once * min(LEAST_QUERIES, max(queries[1] - queries[0], 1)))))
-    size = block_queries or min(256, max(8, SCRATCH_SCORES // (at_once * max(block_rows, 1))))
+    block_rows = min(n_rows, max(1, scratch // (at_once * min(LEAST_QUERIES, max(queries[1] - queries[0], 1)))))
+    size = block_queries or min(MOST_QUERIES, max(8, scratch // (at_once * max(block_rows, 1))))
     parts = []
     for r0 in range(0, max(n_rows, 1), max(block_rows, 1)):
         part = slice(r0, min(r0 + block_rows, n_rows))
