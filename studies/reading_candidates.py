@@ -23,20 +23,49 @@ from reading_measures import (
 )
 from reading_samples import Readings
 
-LEAST_AGREEMENT = 0.9
-MOST_SHIFT = 0.5
-MOST_POSITION = 0.05
 TIE = 0.02
-RULE = (
-    f"Among the candidates that read the same answer behind a longer prompt with r >= {LEAST_AGREEMENT} and |shift| <= "
-    f"{MOST_SHIFT} standard deviations, and of whose variance position explains at most {MOST_POSITION} (in a batch of "
-    "like prompts, and in one of short and long prompts), take the greatest score = (1 - share of the current token's "
-    f"identity) x reliability of the rest. Scores within {TIE} of the greatest are a tie: fewest layers win, then the "
-    "greater score. Where there is no longer prompt, only the position in the one batch and the score count. SmolLM2 "
-    "decides; the chain model is asked second, and a disagreement is reported."
-)
 REFERENCE = "log_keys_token"
 """Never chosen: it needs the identity of the current token, and leaves nothing of it by construction."""
+ADDED = "log_keys_place"
+"""Became a candidate after the first figures had been seen, so the rule's own choice is among the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What a candidate must keep, and what is then the greatest."""
+
+    least_agreement: float = 0.9
+    most_shift: float = 0.5
+    most_position: float = 0.05
+    position: str = "worst_position"
+    """The measure that `most_position` bounds."""
+    score: str = "score"
+    """The measure whose greatest value wins."""
+    added: bool = False
+    """Whether `ADDED` may be chosen."""
+
+
+FIXED = Rule()
+TEXT = (
+    f"Among the candidates that read the same answer behind a longer prompt with r >= {FIXED.least_agreement} and "
+    f"|shift| <= {FIXED.most_shift} standard deviations, and of whose variance position explains at most "
+    f"{FIXED.most_position} (in a batch of like prompts, and in one of short and long prompts), take the greatest "
+    "score = (1 - share of the current token's identity) x reliability of the rest. "
+    f"Scores within {TIE} of the greatest are a tie: fewest layers win, then the greater score. Where there is no "
+    "longer prompt, only the position in the one batch and the score count. SmolLM2 decides; the chain model is asked "
+    "second, and a disagreement is reported."
+)
+WITH_ADDED = "log n and place removed together is a candidate too"
+OTHERS = {
+    "as fixed": FIXED,
+    WITH_ADDED: Rule(added=True),
+    "position in the batch of like prompts only": Rule(position="position"),
+    "position R² up to 0.15": Rule(most_position=0.15),
+    "r from 0.85": Rule(least_agreement=0.85),
+    "variance between responses counts as little as token identity": Rule(score="score_within"),
+    "both: that, and the added candidate": Rule(score="score_within", added=True),
+}
+"""Other rules, thought of after the figures were seen, to show how much hangs on the fixed one."""
 TODAY = ("collision", True, "middle third", "log_keys")
 HALF = ("collision", True, "every second of the middle third", "log_keys")
 SPLITS = 10
@@ -98,9 +127,10 @@ def measure(readings: Readings, weights: Array, seed: int) -> tuple[list[Candida
     }
     halves = np.stack([_halves(_heads(readings, "near", kind, sets[n]), orders[n]) for *kind, n in columns], -1)
     today = columns.index(TODAY[:3])
+    sinks = [columns.index(("sink_mass", True, name)) for *_, name in columns]
     results: dict[str, list[Array]] = {}
     for how in RESIDUALIZE:
-        for name, prepared in _measures(readings, values, halves, today, how).items():
+        for name, prepared in _measures(readings, values, halves, today, sinks, how).items():
             results.setdefault(name, []).append(np.stack([prepared(row) for row in weights]))
     candidates = [
         Candidate(statistic=statistic, sink_excluded=excluded, layers=name, numbers=sets[name], residualize=how)
@@ -110,6 +140,7 @@ def measure(readings: Readings, weights: Array, seed: int) -> tuple[list[Candida
     joined = {name: np.concatenate(parts, 1) for name, parts in results.items()}
     joined["worst_position"] = np.maximum(joined["position"], joined.get("position_mixed", joined["position"]))
     joined["score"] = (1 - joined["identity"]) * joined["reliability_rest"]
+    joined["score_within"] = (1 - joined["identity"] - joined["between_responses"]) * joined["reliability_rest"]
     return candidates, joined
 
 
@@ -125,7 +156,9 @@ def _halves(heads: Array, orders: list[NDArray[np.int64]]) -> Array:
     return np.stack([[heads[:, o[:cut]].mean(1), heads[:, o[cut:]].mean(1)] for o in orders]).transpose(2, 1, 0)
 
 
-def _measures(readings: Readings, values: dict[str, Array], halves: Array, today: int, how: str) -> dict[str, Measure]:
+def _measures(
+    readings: Readings, values: dict[str, Array], halves: Array, today: int, sinks: list[int], how: str
+) -> dict[str, Measure]:
     """The measures of all columns under one residualisation, ready to be called with weights."""
     response, step, token = readings.response, readings.step, readings.token
     near, log_keys = values["near"], {side: np.log(keys) for side, keys in readings.keys.items()}
@@ -140,6 +173,7 @@ def _measures(readings: Readings, values: dict[str, Array], halves: Array, today
         "reliability": split_half(halves, response),
         "reliability_rest": split_half(without_identity(halves, token), response, occurrences(token) >= REPEATED),
         "with_today": correlation(x, default, response),
+        "with_sink_mass": correlation(x, x[:, sinks], response),
     }
     if "far" not in values:
         return found
@@ -151,19 +185,21 @@ def _measures(readings: Readings, values: dict[str, Array], halves: Array, today
     }
 
 
-def is_eligible(measures: dict[str, Array], candidates: list[Candidate]) -> NDArray[np.bool_]:
-    """Which candidates keep the bounds of `RULE`; measures are (candidates,)."""
-    fine = np.array([c.residualize != REFERENCE for c in candidates]) & (measures["worst_position"] <= MOST_POSITION)
+def is_eligible(measures: dict[str, Array], candidates: list[Candidate], rule: Rule = FIXED) -> NDArray[np.bool_]:
+    """Which candidates keep the bounds of the rule; measures are (candidates,)."""
+    never = {REFERENCE} if rule.added else {REFERENCE, ADDED}
+    fine = np.array([c.residualize not in never for c in candidates])
+    fine &= measures[rule.position] <= rule.most_position
     if "agreement" in measures:
-        fine &= (measures["agreement"] >= LEAST_AGREEMENT) & (np.abs(measures["shift"]) <= MOST_SHIFT)
-    return fine & np.isfinite(measures["score"])
+        fine &= (measures["agreement"] >= rule.least_agreement) & (np.abs(measures["shift"]) <= rule.most_shift)
+    return fine & np.isfinite(measures[rule.score])
 
 
-def choose(measures: dict[str, Array], candidates: list[Candidate]) -> int | None:
-    """The candidate that `RULE` takes, by its number; None where no candidate keeps the bounds."""
-    fine = is_eligible(measures, candidates)
+def choose(measures: dict[str, Array], candidates: list[Candidate], rule: Rule = FIXED) -> int | None:
+    """The candidate that the rule takes, by its number; None where no candidate keeps the bounds."""
+    fine = is_eligible(measures, candidates, rule)
     if not fine.any():
         return None
-    score = np.where(fine, measures["score"], -np.inf)
+    score = np.where(fine, measures[rule.score], -np.inf)
     tied = [i for i in range(len(candidates)) if score[i] >= score.max() - TIE]
     return min(tied, key=lambda i: (len(candidates[i].numbers), -score[i]))

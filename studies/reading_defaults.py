@@ -18,7 +18,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from reading_candidates import HALF, RULE, TODAY, Candidate, choose, is_eligible, measure
+from reading_candidates import HALF, OTHERS, TEXT, TODAY, Candidate, Rule, choose, is_eligible, measure
 from reading_measures import Array
 from reading_page import page, to_json
 from reading_samples import Readings, Sample, read_samples, sample_chain, sample_smollm2
@@ -42,7 +42,7 @@ def main(models: tuple[str, ...], seed: int, replicates: int, output: Path, keep
     settings = {
         "seed": seed,
         "replicates": replicates,
-        "rule": RULE,
+        "rule": TEXT,
         "versions": {package: version(package) for package in ("comppo", "torch", "transformers", "numpy")},
         "python": platform.python_version(),
     }
@@ -75,12 +75,12 @@ def study(samples: list[Sample], readings: Readings, seed: int, replicates: int)
     estimate = {name: values[0] for name, values in measures.items()}
     picked = choose(estimate, candidates)
     again = [choose({n: v[draw] for n, v in measures.items()}, candidates) for draw in range(1, replicates + 1)]
-    fine = is_eligible(estimate, candidates)
+    fine, kept = is_eligible(estimate, candidates), is_eligible(estimate, candidates, Rule(added=True))
     low, high = ({n: np.nanpercentile(v[1:], q, axis=0) for n, v in measures.items()} for q in (2.5, 97.5))
     depth, heads = next(iter(readings.values.values())).shape[1:]
     records = [
         asdict(candidate)
-        | {"cost": len(candidate.numbers) / depth, "eligible": bool(fine[i])}
+        | {"cost": len(candidate.numbers) / depth, "eligible": bool(fine[i]), "keeps_bounds": bool(kept[i])}
         | {"chosen_in_draws": again.count(i) / replicates}
         | {n: [round(float(part[n][i]), 3) for part in (estimate, low, high)] for n in measures}
         for i, candidate in enumerate(candidates)
@@ -94,6 +94,7 @@ def study(samples: list[Sample], readings: Readings, seed: int, replicates: int)
         "heads": heads,
         "chosen": picked,
         "gains": gains(measures["score"], candidates, picked),
+        "other_rules": {label: choose(estimate, candidates, rule) for label, rule in OTHERS.items()},
         "candidates": records,
     }
 

@@ -20,7 +20,7 @@ Measure = Callable[[Array], Array]
 
 REPEATED = 3
 """Times a token must occur for its identity to be judged."""
-RESIDUALIZE = ("none", "log_keys", "position", "position_bins", "log_keys_token")
+RESIDUALIZE = ("none", "log_keys", "position", "position_bins", "log_keys_place", "log_keys_token")
 """Known to `residuals`: the first three are those of the trainer's gate, the last is for reference only."""
 
 
@@ -30,8 +30,8 @@ def residuals(values: Array, *, how: str, log_keys: Array, step: Index, token: I
     Args:
         values: one or more numbers per token.
         how: "none" (the mean is removed all the same), "log_keys", "position" (a line), "position_bins" (bins of
-            doubling width), "log_keys_token" (the line on log n, then the mean of each token seen `REPEATED` times or
-            more; the rarer ones count as one token).
+            doubling width), "log_keys_place" (log n and log(1 + step) together), "log_keys_token" (the line on log n,
+            then the mean of each token seen `REPEATED` times or more; the rarer ones count as one token).
         log_keys: log of the number of visible keys, (tokens,).
         step: place in the response, from 0, (tokens,).
         token: the token at the emitting position, (tokens,).
@@ -44,12 +44,15 @@ def residuals(values: Array, *, how: str, log_keys: Array, step: Index, token: I
         return without_identity(residuals(values, how="log_keys", log_keys=log_keys, step=step, token=token), token)
     if how == "position_bins":
         return demeaned(values, np.log2(step + 1).astype(np.int64))
-    rest = demeaned(values, np.zeros_like(step))
-    if how == "none":
-        return rest
-    line = demeaned(log_keys if how == "log_keys" else step.astype(np.float64), np.zeros_like(step))
-    energy = line @ line
-    return rest - np.multiply.outer(line, np.tensordot(line, rest, 1) / energy) if energy > 0 else rest
+    lines: dict[str, list[Any]] = {
+        "log_keys": [log_keys],
+        "position": [step],
+        "log_keys_place": [log_keys, np.log1p(step)],
+    }
+    design = np.column_stack([np.ones(len(step)), *lines.get(how, [])])
+    flat = values.reshape(len(values), -1)
+    left: Array = flat - design @ np.linalg.lstsq(design, flat, rcond=None)[0]
+    return left.reshape(values.shape)
 
 
 def mixed_residuals(
