@@ -1,7 +1,7 @@
 """From a statistic of the policy's computation to retention gates: bounded, detached, with a chosen mean."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,9 +13,9 @@ from comppo.errors import ConfigError, EvidenceError
 from comppo.transport._checks import require_choice, require_finite, require_shapes
 
 Unit = Literal["response_lengths", "tokens", "coefficients"]
-Residualize = Literal["log_keys", "position", "none"]
+Residualize = Literal["log_keys_position", "log_keys", "position", "none"]
 UNITS = ("response_lengths", "tokens", "coefficients")
-RESIDUALIZE = ("log_keys", "position", "none")
+RESIDUALIZE = ("log_keys_position", "log_keys", "position", "none")
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a small tensor over the processes that share a batch, such as a wrapped all_reduce; None where there is one."""
@@ -43,9 +43,10 @@ class GateConfig:
     """Greatest share. Horizon up to infinity (nothing is lost), or coefficient in [reference, 1]."""
     sharpness: float = 1.0
     """Slope of sigmoid(sharpness * z + offset). Unitless; 0 is a constant gate, below 0 turns the direction."""
-    residualize: Residualize = "log_keys"
+    residualize: Residualize = "log_keys_position"
     """What is removed from the statistic by least squares: the log of the number of visible keys ("log_keys"), the
-    "position" in the response, or "none"."""
+    "position" in the response, "none", or by default log keys and log(1 + position) together: where prompts differ in
+    length, log keys alone leave the position in (docs/reading.md)."""
 
     def __post_init__(self) -> None:
         require_choice("unit", self.unit, UNITS)
@@ -79,27 +80,27 @@ def standardize(
     statistic: Float[Tensor, "rows tokens"],
     mask: Bool[Tensor, "rows tokens"],
     *,
-    covariate: Float[Tensor, "rows tokens"] | None = None,
+    covariates: Sequence[Float[Tensor, "rows tokens"]] = (),
     reduce: Reduce | None = None,
 ) -> Float[Tensor, "rows tokens"]:
-    """z: the statistic with mean 0 and variance 1 over the batch's unmasked tokens, without the line on `covariate`.
+    """z: the statistic with mean 0 and variance 1 over the batch's unmasked tokens, least squares removed.
 
     Args:
         statistic: one number per token, any unit.
         mask: true where the policy chose the token; whatever stands elsewhere is ignored.
-        covariate: what explains the statistic trivially, such as log n or the position; its line is removed.
+        covariates: what explains the statistic trivially, such as log n or the position; their plane is removed.
         reduce: sums a tensor over processes, so that a batch in shards gives the same z; None for one process.
 
     Returns:
         Unitless, float64, detached; 0 at masked slots, and everywhere if nothing but rounding noise is left.
 
     Raises:
-        EvidenceError: shapes differ, or statistic or covariate is not finite at an unmasked token.
+        EvidenceError: shapes differ, or statistic or a covariate is not finite at an unmasked token.
 
     Source:
-        Ordinary least squares; one-regressor residuals.
+        Ordinary least squares, by the normal equations of centred regressors scaled to unit variance.
     """
-    require_shapes(mask, statistic=statistic, covariate=covariate)
+    require_shapes(mask, statistic=statistic, **{f"covariates[{i}]": c for i, c in enumerate(covariates)})
     reduce = reduce or _alone
     # Counted over all processes first: an error on one of them alone would leave the others waiting
     if bool(reduce((mask & ~statistic.isfinite()).sum().double()) > 0):
@@ -109,17 +110,29 @@ def standardize(
     count, total, energy = reduce(torch.stack((mask.sum().double(), x.sum(), x.square().sum()))).unbind()
     count = count.clamp(min=1)
     x = torch.where(mask, x - total / count, 0)
-    if covariate is not None:
-        require_finite("covariate", covariate, mask)
-        c = torch.where(mask, covariate.detach(), 0).double()
-        c = torch.where(mask, c - reduce(c.sum()) / count, 0)
-        together, alone = reduce(torch.stack(((c * x).sum(), c.square().sum()))).unbind()
-        x = x - c * torch.where(alone > 0, together / alone, 0)
+    if covariates:
+        x = x - _fitted(x, covariates, mask, count, reduce)
     deviation = (reduce(x.square().sum()) / count).sqrt()
-    # A constant statistic, or one on the line, leaves rounding noise, which must not be blown up to variance 1.
+    # A constant statistic, or one on the plane, leaves rounding noise, which must not be blown up to variance 1.
     epsilon = torch.finfo(torch.float64 if statistic.dtype == torch.float64 else torch.float32).eps
     noise = 4 * epsilon * (energy / count).sqrt()
     return torch.where(deviation > noise, x / deviation, 0)
+
+
+def _fitted(x: Tensor, covariates: Sequence[Tensor], mask: Tensor, count: Tensor, reduce: Reduce) -> Tensor:
+    """The least-squares fit of a centred `x`; regressors that say the same twice share their part."""
+    rows = []
+    for i, covariate in enumerate(covariates):
+        require_finite(f"covariates[{i}]", covariate, mask)
+        c = torch.where(mask, covariate.detach(), 0).double()
+        c = torch.where(mask, c - reduce(c.sum()) / count, 0)
+        deviation = (reduce(c.square().sum()) / count).sqrt()
+        rows.append(torch.where(deviation > 0, c / deviation, 0))
+    design = torch.stack(rows)
+    products = reduce(torch.einsum("irt,jrt->ij", design, torch.cat((design, x[None]))))
+    weights = torch.linalg.pinv(products[:, :-1], rtol=1e-9, hermitian=True) @ products[:, -1]
+    fitted: Tensor = torch.einsum("i,irt->rt", weights, design)
+    return fitted
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -144,7 +157,8 @@ def gate_from_statistic(
         statistic: one number per token, any unit; see `standardize`.
         mask: true where the policy chose the token.
         config: bounds, reference, slope and what is removed first.
-        visible_keys: how many keys the query of each token could attend to, at least 1; for residualize="log_keys".
+        visible_keys: how many keys the query of each token could attend to, at least 1; for the choices of
+            `residualize` that speak of keys.
         reduce: sums a tensor over processes; None for one process.
 
     Returns:
@@ -159,7 +173,7 @@ def gate_from_statistic(
     """
     require_shapes(mask, statistic=statistic, visible_keys=visible_keys)
     reduce = reduce or _alone
-    z = standardize(statistic, mask, covariate=_covariate(mask, config, visible_keys), reduce=reduce)
+    z = standardize(statistic, mask, covariates=_covariates(mask, config, visible_keys), reduce=reduce)
     lengths = mask.sum(1).double()
     low, middle, high = (
         config.coefficients(bound, lengths)[:, None] for bound in (config.minimum, config.reference, config.maximum)
@@ -174,15 +188,16 @@ def gate_from_statistic(
     return torch.where(mask, gates, 1).to(torch.promote_types(torch.float32, statistic.dtype))
 
 
-def _covariate(mask: Tensor, config: GateConfig, visible_keys: Tensor | None) -> Tensor | None:
+def _covariates(mask: Tensor, config: GateConfig, visible_keys: Tensor | None) -> tuple[Tensor, ...]:
+    position = (mask.cumsum(1) - 1).clamp_min(0).double()
     if config.residualize == "none":
-        return None
+        return ()
     if config.residualize == "position":
-        return (mask.cumsum(1) - 1).double()
+        return (position,)
     if visible_keys is None:
         raise EvidenceError(
-            'residualize="log_keys" needs visible_keys, which is None: pass the number of keys each query could attend '
-            'to, or set residualize="position" or "none".'
+            f"residualize={config.residualize!r} needs visible_keys, which is None: pass the number of keys each query "
+            'could attend to, or set residualize="position" or "none".'
         )
     keys = torch.where(mask, visible_keys.detach(), 1).double()
     require_finite("visible_keys", keys)
@@ -190,7 +205,7 @@ def _covariate(mask: Tensor, config: GateConfig, visible_keys: Tensor | None) ->
         raise EvidenceError(
             f"visible_keys holds {keys.min().item()} at an unmasked token: every query sees at least one key."
         )
-    return keys.log()
+    return (keys.log(),) if config.residualize == "log_keys" else (keys.log(), position.log1p())
 
 
 def _solve_offset(
