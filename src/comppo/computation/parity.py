@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from comppo.computation.matrices import STATISTICS, Comparison, Tally, compare_with_matrices
 from comppo.computation.reader import ComputationReader
+from comppo.computation.registry import eager_function
 from comppo.computation.support import map_model
 from comppo.errors import ConfigError, UnreadableModelError
 
 __all__ = ["Comparison", "ParityReport", "check_parity", "compare_with_matrices"]
+
+_States = Sequence[Sequence[Tensor]]  # what each decoder layer was fed, call by call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +37,15 @@ class ParityReport:
     model_layers: int
     """Number of decoder layers."""
     eager: Comparison
-    """Reading the same eager forward that returned the matrices: the rounding of reading and of the matrices."""
+    """Reading the same eager forward that returned the matrices. In half precision most of the errors are the matrices'
+    own: their scores were rounded before the softmax, and they after it."""
+    precise: Comparison | None
+    """As `eager`, with the model's eager attention function given the same queries and keys in float32, so that errors
+    of reading remain. That of `eager` in a float32 model; None in half precision outside Transformers' registry."""
     fed: Comparison | None
     """Reading the loaded implementation, each layer fed the hidden states of the eager forward, so that differences of
-    earlier layers do not count; None where that implementation is eager."""
+    earlier layers do not count, against the matrices of `precise` (of `eager` where there are none); None where that
+    implementation is eager."""
     own: Comparison | None
     """Reading a forward of the loaded implementation as it is, so that the differences between the two implementations
     through all layers count as well; None where it is eager."""
@@ -59,9 +67,12 @@ def check_parity(
 ) -> ParityReport:
     """Compare what the reader reads of `model` with the matrices of its eager attention, in every readable layer.
 
-    The model runs two forwards with eager attention and three with the implementation that it was loaded with; nothing
-    else is loaded, and the implementation is as before afterwards. Eager attention keeps its matrices, so give it short
-    rows, one of them padded on the left: two of 32 to 64 tokens, or a little more than the model's window.
+    The model runs up to three forwards with eager attention and three with the implementation that it was loaded with.
+    Nothing else is loaded, and the implementation is as before afterwards. Eager attention keeps its matrices, so give
+    it short rows, one of them padded on the left: two of 32 to 64 tokens, or a little more than the model's window.
+
+    `precise` and `fed` tell whether reading is right, in any dtype; `own` and `eager` add what two implementations and
+    half precision do to the model itself.
 
     Args:
         model: a causal language model of Transformers, wrapped or not, in eval mode.
@@ -79,40 +90,91 @@ def check_parity(
     """
     if model.training:
         raise ConfigError("the model is in training mode, where dropout may change every forward: call model.eval().")
-    found = map_model(model)
-    decoder, loaded = found.decoder, _implementation_of(found.decoder)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    readers = _Readers(model, sink_tokens)
-    fed = own = None
-    with _implementation(decoder, "eager"), _layer_inputs(found.layers) as states:
-        output = readers.read(model, inputs | {"output_attentions": True})
-    matrices = _matrices_of(output, readers.layers, len(found.layers), type(model).__name__)
-    shows_sinks = not _hides_learned_sinks(decoder, matrices, attention_mask)
-    eager = readers.compare(matrices, attention_mask, shows_sinks)
+    run = _Run(model, input_ids, attention_mask, sink_tokens)
+    output, states = run.forward("eager", matrices=True)
+    matrices = run.matrices_of(output)
+    run.compare_sink_mass = not _hides_learned_sinks(run.decoder, matrices, attention_mask)
+    eager = run.compare(matrices)
+    precise: Comparison | None = eager
     logits = {"eager": output.logits}
-    if loaded != "eager":
-        with _layer_inputs(found.layers, states):
-            readers.read(model, inputs)
-        fed = readers.compare(matrices, attention_mask, shows_sinks)
-        logits[loaded] = readers.read(model, inputs).logits
-        own = readers.compare(matrices, attention_mask, shows_sinks)
-    same = []
-    for implementation, with_reading in logits.items():
-        with _implementation(decoder, implementation):
-            same.append(_same_without_reading(with_reading, model, inputs))
+    if matrices[run.readers.layers[0]].dtype in (torch.float16, torch.bfloat16):
+        with _float32_attention():
+            output, precise_states = run.forward("eager", matrices=True)
+        precise_matrices, precise = run.matrices_of(output), None
+        if all(matrix.dtype == torch.float32 for matrix in precise_matrices.values()):
+            matrices, states = precise_matrices, precise_states
+            precise = run.compare(matrices)
+    fed = own = None
+    if run.loaded != "eager":
+        run.forward(run.loaded, states)
+        fed = run.compare(matrices)
+        output, _ = run.forward(run.loaded)
+        own = run.compare(matrices)
+        logits[run.loaded] = output.logits
     real = attention_mask.bool()
-    difference = (logits[loaded] - logits["eager"])[real].float().abs().max() / logits["eager"][real].float().std()
+    spread = logits["eager"][real].float().std()
     return ParityReport(
-        implementation=loaded,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        layers=readers.layers,
-        model_layers=len(found.layers),
+        implementation=run.loaded,
+        dtype=str(run.decoder.dtype).removeprefix("torch."),
+        layers=run.readers.layers,
+        model_layers=len(run.layers),
         eager=eager,
+        precise=precise,
         fed=fed,
         own=own,
-        forward_difference=float(difference),
-        outputs_identical=False if False in same else None if None in same else True,
+        forward_difference=float((logits[run.loaded] - logits["eager"])[real].float().abs().max() / spread),
+        outputs_identical=run.same_without_reading(logits),
     )
+
+
+class _Run:
+    """One model and its input: forwards that are read, and the comparisons of what was read last."""
+
+    def __init__(self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, sink_tokens: int) -> None:
+        found = map_model(model)
+        self.decoder, self.layers = found.decoder, found.layers
+        self.loaded = _implementation_of(self.decoder)
+        self.readers = _Readers(model, sink_tokens)
+        self.compare_sink_mass = True
+        self._model = model
+        self._attention_mask = attention_mask
+        self._inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+
+    def forward(self, name: str, given: _States | None = None, *, matrices: bool = False) -> tuple[Any, _States]:
+        """Read a forward with implementation `name`; returns its output and what each layer was fed."""
+        inputs = self._inputs | ({"output_attentions": True} if matrices else {})
+        with _implementation(self.decoder, name), _layer_inputs(self.layers, given) as states:
+            return self.readers.read(self._model, inputs), states
+
+    def compare(self, matrices: Mapping[int, Tensor]) -> Comparison:
+        """What was read last, against the matrix of each layer."""
+        return self.readers.compare(matrices, self._attention_mask, self.compare_sink_mass)
+
+    def matrices_of(self, output: Any) -> dict[int, Tensor]:
+        """The matrices of the readable layers, which a model returns one per layer or one per attending layer."""
+        layers, depth = self.readers.layers, len(self.layers)
+        returned = tuple(output.attentions or ())
+        matrices = [matrix for matrix in returned if matrix is not None]
+        if len(matrices) != len(layers) and len(returned) == depth:  # linear attention returned something as well
+            matrices = [returned[i] for i in layers]
+        if len(matrices) != len(layers) or any(matrix is None for matrix in matrices):
+            raise UnreadableModelError(
+                f"{type(self._model).__name__} returned {len(matrices)} attention matrices for {len(layers)} readable "
+                f"layers of {depth}: what is read of it cannot be compared."
+            )
+        return dict(zip(layers, matrices, strict=True))
+
+    def same_without_reading(self, logits: Mapping[str, Tensor]) -> bool | None:
+        """Whether the logits of each implementation are the same to the bit without reading; None: not repeatable."""
+        same: list[bool | None] = []
+        for name, with_reading in logits.items():
+            with _implementation(self.decoder, name):
+                without = self._model(**self._inputs).logits
+                if _equal(with_reading, without):
+                    same.append(True)
+                else:
+                    same.append(False if _equal(without, self._model(**self._inputs).logits) else None)
+        return False if False in same else None if None in same else True
 
 
 class _Readers:
@@ -178,10 +240,36 @@ def _set_implementation(decoder: Any, name: str) -> None:
 
 
 @contextmanager
-def _layer_inputs(
-    layers: nn.ModuleList, given: Sequence[Sequence[Tensor]] | None = None
-) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Keep what each decoder layer is fed, call by call; or feed it what is `given` instead."""
+def _float32_attention() -> Iterator[None]:
+    """Models that run eager attention give their own function float32 copies of their queries, keys and masks."""
+    from transformers.modeling_utils import AttentionInterface
+
+    mapping = AttentionInterface._global_mapping
+    before = mapping.get("eager")
+    mapping["eager"] = _eager_in_float32
+    try:
+        yield
+    finally:
+        if before is None:
+            del mapping["eager"]
+        else:
+            mapping["eager"] = before
+
+
+def _eager_in_float32(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    wide = [_widened(value) for value in (query, *args)]
+    named = {name: _widened(value) for name, value in kwargs.items()}
+    output, matrix = eager_function(type(module))(module, *wide, **named)
+    return output.to(query.dtype), matrix
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def _layer_inputs(layers: nn.ModuleList, given: _States | None) -> Iterator[_States]:
+    """Keep what each decoder layer is fed; or feed it what is `given` instead."""
     kept: list[list[Tensor]] = [[] for _ in layers]
     seen = [0] * len(layers)
 
@@ -204,34 +292,12 @@ def _layer_inputs(
             handle.remove()
 
 
-def _matrices_of(output: Any, layers: Sequence[int], depth: int, name: str) -> dict[int, Tensor]:
-    """The matrices of `layers` among those that the model returned: one per layer, or one per attending layer."""
-    returned = tuple(output.attentions or ())
-    matrices = [matrix for matrix in returned if matrix is not None]
-    if len(matrices) != len(layers) and len(returned) == depth:  # linear attention returned something as well
-        matrices = [returned[i] for i in layers]
-    if len(matrices) != len(layers) or any(matrix is None for matrix in matrices):
-        raise UnreadableModelError(
-            f"{name} returned {len(matrices)} attention matrices for {len(layers)} readable layers of {depth}: what is "
-            "read of it cannot be compared."
-        )
-    return dict(zip(layers, matrices, strict=True))
-
-
 def _hides_learned_sinks(decoder: nn.Module, matrices: Mapping[int, Tensor], attention_mask: Tensor) -> bool:
     """Whether rows sum to 1 in spite of learned sinks: Granite SWA scales the attention's output instead."""
     if not any(isinstance(getattr(module, "sinks", None), Tensor) for module in decoder.modules()):
         return False
     sums = torch.stack([m.float().sum(-1).amin(1)[attention_mask.bool().to(m.device)].min() for m in matrices.values()])
     return bool((sums > 0.98).all())
-
-
-def _same_without_reading(with_reading: Tensor, model: nn.Module, inputs: Mapping[str, Any]) -> bool | None:
-    """Whether the logits are the same to the bit without reading; None where the model does not repeat itself."""
-    without = model(**inputs).logits
-    if _equal(with_reading, without):
-        return True
-    return False if _equal(without, model(**inputs).logits) else None
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
