@@ -100,7 +100,9 @@ def standardize(
     Source:
         Ordinary least squares, by the normal equations of centred regressors scaled to unit variance.
     """
-    require_shapes(mask, statistic=statistic, **{f"covariates[{i}]": c for i, c in enumerate(covariates)})
+    require_shapes(mask, statistic=statistic)
+    for covariate in covariates:
+        require_shapes(mask, covariate=covariate)
     reduce = reduce or _alone
     # Counted over all processes first: an error on one of them alone would leave the others waiting
     if bool(reduce((mask & ~statistic.isfinite()).sum().double()) > 0):
