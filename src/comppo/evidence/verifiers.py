@@ -6,19 +6,17 @@ per completion; None or NaN means that the response cannot be scored. Standard l
 
 import asyncio
 import functools
-import importlib
 import inspect
 import logging
 import math
 import numbers
-import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from comppo.errors import RewardError
+from comppo.loading import load_object, names_object
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +105,7 @@ REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify":
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Find a reward function by name, or as `module:function` (modules of the current folder included).
-
-    For `module:function` the current folder, as it is now, is put at the end of `sys.path` once and stays there, so
-    that the function can import modules beside its own when it is called; installed modules of the same name go first
-    then. The named module itself is looked for in the current folder first.
+    """Find a reward function by name, or as `module:function` (see `comppo.loading.load_object`).
 
     Args:
         spec: a key of `REWARDS`, or `module:function`; the module is imported.
@@ -124,27 +118,12 @@ def load_reward(spec: str) -> RewardFunction:
     """
     if spec in REWARDS:
         return REWARDS[spec]
-    module_name, colon, function_name = spec.partition(":")
-    if not (colon and module_name and function_name):
+    if not names_object(spec):
         raise RewardError(f"reward {spec!r} is unknown: use {', '.join(map(repr, REWARDS))} or 'module:function'.")
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)
-    sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise RewardError(
-            f"reward {spec!r}: importing module {module_name!r} failed: {type(error).__name__}: {error}. "
-            "Run from the folder that holds it, or install it."
-        ) from error
-    finally:
-        sys.path.remove(folder)  # the first one: that at the end stays
-    function = getattr(module, function_name, None)
-    if function is None:
-        raise RewardError(f"reward {spec!r}: module {module_name!r} has no {function_name!r}.")
+    function = load_object(spec, called=f"reward {spec!r}", error=RewardError)
     if not callable(function):
-        raise RewardError(f"reward {spec!r}: {function_name!r} is a {type(function).__name__}, not a function.")
+        name = spec.partition(":")[2]
+        raise RewardError(f"reward {spec!r}: {name!r} is a {type(function).__name__}, not a function.")
     return function  # type: ignore[no-any-return]
 
 
