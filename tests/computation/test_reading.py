@@ -1,13 +1,35 @@
 """`read_computation`: alignment, padding, one forward per micro-batch, scores, statistics by name."""
 
+import sys
+
 import pytest
 import torch
 
-from comppo.computation import STATISTICS, ComputationReader, read_computation, score_plainly, token_scores
+from comppo.computation import (
+    ROUTER_STATISTICS,
+    STATISTICS,
+    AttentionStatistic,
+    ComputationReader,
+    read_computation,
+    require_readable,
+    score_plainly,
+    token_scores,
+)
+from comppo.computation.user_statistics import load_statistic
 from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 
-TENSORS = ("statistic", "routing", "sink_mass", "visible_keys", "hidden", "logps", "entropies")
+TENSORS = ("statistic", "routing", "routed", "sink_mass", "visible_keys", "hidden", "logps", "entropies")
 PROMPTS, RESPONSES = (6, 3, 4, 6), (7, 4, 7, 1)
+# Jamba without its attention layers: experts beside Mamba alone
+NO_ATTENTION = {
+    "attn_layer_offset": 5,
+    "attn_layer_period": 8,
+    "num_experts": 4,
+    "mamba_d_state": 8,
+}
+PEAK = AttentionStatistic("peak", lambda rows: rows.rest_maximum * rows.rest_visible_keys)
+OWN = {"callable": lambda c: c.entropies * c.sink_mass, "attention": PEAK}
+DENSE = [*(name for name in STATISTICS if name not in ROUTER_STATISTICS), *OWN]
 
 
 def layout(prompt_width, response_width, rows=range(4)):
@@ -33,13 +55,14 @@ def assert_equal_computation(got, want, tokens, row_got, row_want, atol=1e-5):
         )
 
 
-@pytest.mark.parametrize("statistic", [*STATISTICS, "callable"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "statistic"),
+    [(n, s) for n in ("llama", "gpt2", "mistral") for s in DENSE] + [("qwen3_moe", s) for s in ROUTER_STATISTICS],
+)
 def test_padding_moves_nothing(name, statistic, build):
     """Each row alone and unpadded against padded batches; GPT-2 has learned positions, Mistral a window."""
     model = build(name)
-    chosen = (lambda c: c.entropies * c.sink_mass) if statistic == "callable" else statistic
-    options = {"statistic": chosen, "layers": "all", "hidden_layers": (1, -1)}
+    options = {"statistic": OWN.get(statistic, statistic), "layers": "all", "hidden_layers": (1, -1), "routed_width": 3}
     narrow = read_computation(model, *layout(6, 7), **options)
     wide = read_computation(model, *layout(11, 12), **options, micro_batch_size=3)
     for row, tokens in enumerate(RESPONSES):
@@ -92,7 +115,7 @@ def test_statistic_is_the_mean_of_routing_at_the_emitting_position(build):
 def test_named_statistics_by_their_definitions(build):
     model = build("llama")
     rows = layout(6, 7)
-    read = {name: read_computation(model, *rows, statistic=name, layers="all") for name in STATISTICS}
+    read = {name: read_computation(model, *rows, statistic=OWN.get(name, name), layers="all") for name in DENSE}
     assert torch.equal(read["output_entropy"].statistic, read["collision"].entropies)
     assert torch.equal(read["output_entropy"].routing, read["collision"].routing)
     assert torch.equal(read["sink_mass"].statistic, read["collision"].sink_mass)
@@ -101,6 +124,7 @@ def test_named_statistics_by_their_definitions(build):
     torch.testing.assert_close(read["concentration"].routing[mask], 1 - ratio[mask], rtol=0, atol=1e-5)
     collision, maximum = read["collision"].routing[mask], read["maximum"].routing[mask]
     assert (maximum**2 <= collision + 1e-6).all() and (collision <= maximum + 1e-6).all()
+    torch.testing.assert_close(read["attention"].routing[mask], maximum * n[mask][..., None, None])
     ids, _, _ = layout(6, 7, [0])
     with torch.no_grad():
         h = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, 4:-1]
@@ -160,14 +184,59 @@ def test_peft_models_are_read(build):
 
 
 def test_models_without_readable_attention_give_the_rest(build):
-    model = build("falcon")
-    with pytest.raises(UnreadableModelError, match=r"FalconAttention.*layers=\(\)"):
+    model = build("mamba", "eager")
+    with pytest.raises(UnreadableModelError, match=r"no softmax attention.*layers=\(\)"):
         read_computation(model, *layout(6, 7))
-    with pytest.raises(ConfigError, match="needs attention"):
-        read_computation(model, *layout(6, 7), layers=())
+    for options in ({}, {"statistic": PEAK}, {"statistic": "output_entropy", "routed_width": 2}):
+        with pytest.raises(ConfigError, match="needs attention"):
+            read_computation(model, *layout(6, 7), layers=(), **options)
     read = read_computation(model, *layout(6, 7), layers=(), statistic="output_entropy")
-    assert torch.equal(read.statistic, read.entropies) and read.routing.shape == (4, 7, 0, 0)
+    assert torch.equal(read.statistic, read.entropies)
+    assert read.routing.shape == read.routed.shape == (4, 7, 0, 0)
     assert read.visible_keys[1].tolist() == [3, 4, 5, 6, 0, 0, 0] and read.hidden.shape == (4, 7, 32)
+
+
+@pytest.mark.parametrize("statistic", ROUTER_STATISTICS)
+def test_statistics_of_routers_stand_beside_the_attention(statistic, build):
+    model = build("qwen3_moe", num_hidden_layers=3)
+    assert require_readable(model.config, routers=True) == (1,) and require_readable(model, layers="all") == (0, 1, 2)
+    ids, mask, tokens = layout(6, 7, [0])
+    read = read_computation(model, ids, mask, tokens, statistic=statistic, layers=(0, 1), routed_width=2)
+    with torch.no_grad(), ComputationReader(model, statistics=(statistic,), layers=(0, 1)) as reader:
+        model(input_ids=ids)
+    torch.testing.assert_close(read.statistic, reader.summary(statistic)[:, 5:-1])
+    attention = read_computation(model, ids, mask, tokens, layers=(0, 1), routed_width=2)
+    for name in set(TENSORS) - {"statistic"}:
+        assert torch.equal(getattr(read, name), getattr(attention, name)), name
+    assert read.layers == (0, 1) and read.statistic.std() > 0
+    elsewhere = read_computation(model, ids, mask, tokens, statistic=statistic, layers=(), router_layers=(0, 1))
+    assert torch.equal(elsewhere.statistic, read.statistic) and elsewhere.layers == ()
+    other = read_computation(model, ids, mask, tokens, statistic=statistic, layers=(0, 1), router_layers="middle")
+    assert torch.equal(other.routing, read.routing) and not torch.equal(other.statistic, read.statistic)
+
+
+def test_routers_without_readable_attention(build):
+    """Names of layers mean what can be read; numbers mean these layers."""
+    model = build("jamba", **NO_ATTENTION)
+    read = read_computation(model, *layout(6, 7, [0]), statistic="router_entropy")
+    assert read.routing.shape == (1, 7, 0, 0) and (read.statistic > 0).all()
+    numbered = read_computation(model, *layout(6, 7, [0]), statistic="router_entropy", layers=(), router_layers=(1,))
+    assert torch.equal(numbered.statistic, read.statistic)
+    assert require_readable(model.config, layers="all", routers=True) == (1,)
+    for options in ({"layers": (1,)}, {"routed_width": 2}):
+        with pytest.raises(UnreadableModelError, match="no softmax attention"):
+            read_computation(model, *layout(6, 7, [0]), statistic="router_entropy", **options)
+
+
+def test_routed_summaries_are_those_of_the_reader(build):
+    model = build("llama", num_hidden_layers=3)
+    ids, mask, tokens = layout(6, 7, [0])
+    read = read_computation(model, ids, mask, tokens, layers="all", routed_width=5)
+    with torch.no_grad(), ComputationReader(model, layers="all", routed_width=5) as reader:
+        model(input_ids=ids)
+    torch.testing.assert_close(read.routed, reader.routed()[:, 5:-1])
+    assert read.routed.shape == (1, 7, 3, 5) and read.routed.std() > 0
+    assert read_computation(model, ids, mask, tokens, layers="all").routed.shape == (1, 7, 3, 0)
 
 
 def test_the_vocabulary_s_width_is_paid_for_a_few_tokens_at_a_time(build, monkeypatch):
@@ -194,12 +263,20 @@ def test_tokens_ruled_out_entirely_have_no_entropy():
 def test_misuse_says_what_to_do(build):
     model = build("llama")
     ids, mask, tokens = layout(6, 7)
+
+    def twice(*given):
+        return (score_plainly(*given), score_plainly(*given))[0]
+
     gap = mask.clone()
     gap[0, 3] = 0
     promptless = mask.clone()
     promptless[1, :6] = 0
     for error, match, changes in (
         (ConfigError, "collision, effective_keys, entropy", {"statistic": "colision"}),
+        (ConfigError, r"needs routers.*router_layers", {"statistic": "router_entropy", "layers": ()}),
+        (UnreadableModelError, "LlamaDecoderLayer has no experts", {"statistic": "router_entropy"}),
+        (ConfigError, "not finite", {"statistic": AttentionStatistic("own", lambda rows: rows.maximum / 0)}),
+        (ConfigError, "statistic 'own' gave", {"statistic": AttentionStatistic("own", lambda rows: rows.maximum[0])}),
         (ConfigError, "temperature", {"temperature": 0.0}),
         (ConfigError, "micro_batch_size", {"micro_batch_size": 0}),
         (ConfigError, r"return a tensor of shape \(4, 7\)", {"statistic": lambda c: c.routing}),
@@ -209,7 +286,7 @@ def test_misuse_says_what_to_do(build):
         (EvidenceError, r"rows \[1\] have a response without", {"attention_mask": promptless}),
         (EvidenceError, "completion_length=13", {"completion_length": 13}),
         (EvidenceError, "nothing was read", {"score": lambda *a: (torch.zeros(4, 7), torch.zeros(4, 7))}),
-        (EvidenceError, "8 rows went through", {"score": lambda *a: (score_plainly(*a), score_plainly(*a))[0]}),
+        (EvidenceError, "8 rows went through", {"score": twice}),
         (EvidenceError, r"score gave logps", {"score": lambda *a: tuple(s[:, 1:] for s in score_plainly(*a))}),
     ):
         arguments = {"input_ids": ids, "attention_mask": mask, "completion_length": tokens, "statistic": "collision"}
@@ -250,3 +327,33 @@ def test_the_first_position_of_a_sequence_has_no_change(build):
         )
         assert read.statistic[0, 0] == 0 and read.statistic[0, 1] > 0
         assert (read.routing[0, 0] == 0).all() and (read.sink_mass[0, 0] - 1).abs() < 1e-6
+
+
+def test_statistics_of_one_s_own_are_named_by_module_and_attribute(tmp_path, monkeypatch):
+    (tmp_path / "my_statistics.py").write_text(
+        "from comppo.computation import AttentionStatistic\n"
+        "peak = AttentionStatistic('peak', lambda rows: rows.rest_maximum * rows.rest_visible_keys)\n"
+        "endless = AttentionStatistic('endless', lambda rows: 1 / rows.rest_collision)\n"
+        "flat = AttentionStatistic('flat', lambda rows: rows.collision.mean(1))\n"
+        "number = AttentionStatistic('number', lambda rows: 0.5)\n"
+        "def surprise(computation):\n    return -computation.logps\n"
+        "LIMIT = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    assert load_statistic("router_entropy") == "router_entropy"
+    assert load_statistic("my_statistics:peak").name == "peak"
+    assert load_statistic("my_statistics:surprise") is sys.modules["my_statistics"].surprise
+    for spec, words in [
+        ("colision", "is unknown: choose one of collision, .*, router_entropy, .*'module:attribute'"),
+        ("my_statistics:", "is unknown"),
+        ("no_such_module_here:x", "importing module 'no_such_module_here' failed"),
+        ("my_statistics:peek", "has no 'peek'"),
+        ("my_statistics:LIMIT", "is a int: name an AttentionStatistic"),
+        ("my_statistics:endless", "not finite"),
+        ("my_statistics:flat", r"gave \(1, 4\) for rows of shape \(1, 2, 4\)"),
+        ("my_statistics:number", "gave float"),
+    ]:
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_statistic(spec, field="gate_statistic")
+        assert str(caught.value).startswith(f"gate_statistic={spec!r}")

@@ -26,6 +26,7 @@ def rollout_and_computation():
     computation = Computation(
         statistic=noise,
         routing=noise[:, :, None, None],
+        routed=torch.zeros(rows, tokens, 1, 0),
         sink_mass=torch.zeros_like(noise),
         visible_keys=torch.arange(2, tokens + 2).float().expand(rows, -1) * mask,
         hidden=torch.zeros(rows, tokens, 0),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comppo.computation.bypass import bypass_kind
+from comppo.computation.bypass_kind import bypass_kind
 from comppo.computation.router import Router, find_routers, why_no_router
 from comppo.errors import ConfigError, UnreadableModelError
 
@@ -61,7 +61,11 @@ def readable_layers(model_or_config: Any) -> list[int]:
 
 
 def require_readable(
-    config_or_model: Any, *, layers: Layers = "middle", attn_implementation: str | Mapping[str, str] | None = None
+    config_or_model: Any,
+    *,
+    layers: Layers = "middle",
+    attn_implementation: str | Mapping[str, str] | None = None,
+    routers: bool = False,
 ) -> tuple[int, ...] | None:
     """Check, before weights are loaded, that `layers` can be read; refuses on evidence only.
 
@@ -70,6 +74,7 @@ def require_readable(
         layers: "middle", "all" or a sequence of `layer_idx`.
         attn_implementation: the attention that the model will be loaded with, as in `from_pretrained`; None for that
             of `config_or_model`.
+        routers: check the routers of mixture-of-experts layers instead of attention, as `choose_routers` says.
 
     Returns:
         The layers that will be read, ascending; or None where a configuration does not tell and the answer is unknown
@@ -78,14 +83,18 @@ def require_readable(
 
     Raises:
         ConfigError: `layers` is neither a known name nor a sequence of integers.
-        UnreadableModelError: a layer cannot be read; the message names the layers, the reason and a remedy.
+        UnreadableModelError: a layer cannot be read, or no router; the message names the layers, the reason and a
+            remedy.
     """
     check_layers(layers)
     config = getattr(config_or_model, "config", config_or_model)
     for implementation in _implementations(config, attn_implementation):
         check_implementation(implementation)
     model = as_model(config_or_model)
-    return None if model is None else choose_layers(map_model(model), layers)
+    if model is None:
+        return None
+    found = map_model(model)
+    return tuple(choose_routers(found, layers)) if routers else choose_layers(found, layers)
 
 
 def _implementations(config: Any, requested: str | Mapping[str, str] | None) -> list[str | None]:
