@@ -130,6 +130,8 @@ def test_resume_continues_and_repeats_nothing(tmp_path):
         ({"heldout_every": -1}, "heldout_every=-1 must be at least 0"),
         ({"task": "data.jsonl", "task_params": {"reward": 3}}, "reward=3 must be a name or a list of names"),
         ({"env": 3}, "env=3 must be a mapping"),
+        ({"gate_statistic": "no_such_module_here:x"}, "gate_statistic='no_such_module_here:x': importing module"),
+        ({"gate_statistic": "router_entropy"}, "has no experts"),
         ({"no_shuffle_dataset": "maybe"}, "no_shuffle_dataset='maybe' must be true or false"),
         ({"no_shuffle_dataset": True, "shuffle_dataset": True}, "set the same field"),
         ({"learning-rate": 1e-4, "learning_rate": 1e-4}, "set the same field"),
@@ -253,12 +255,19 @@ def test_files_that_a_run_would_replace_are_left_alone(tmp_path, name):
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_the_list_of_what_a_run_writes_is_complete(tmp_path):
-    """A run in a folder with a file of the user's own adds nothing but what is on the list."""
+def test_the_list_of_what_a_run_writes_is_complete(tmp_path, monkeypatch):
+    """A run in a folder with files of the user's own, a statistic among them, adds nothing but what is on the list."""
+    (tmp_path / "statistics_of_a_run.py").write_text(
+        "from comppo.computation import AttentionStatistic\n"
+        "own = AttentionStatistic('own', lambda rows: rows.rest_maximum)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     (tmp_path / "run" / "checkpoint-best").mkdir()
-    train_here = recipe(tmp_path, max_steps=1, log_completions=True, hub_token="hf_secret_of_the_file_1234")
+    changes = {"log_completions": True, "gate_statistic": "statistics_of_a_run:own"}
+    train_here = recipe(tmp_path, max_steps=1, hub_token="hf_secret_of_the_file_1234", **changes)
     from comppo.cli.train import train
 
     folder = tmp_path / "run"
@@ -268,6 +277,7 @@ def test_the_list_of_what_a_run_writes_is_complete(tmp_path):
     assert "secret_of_the_file" not in recorded and "hidden-2" not in recorded
     run = json.loads(recorded)
     assert run["command"].endswith("--hub_token '***' --lam=1.0")
+    assert run["config"]["gate_statistic"] == "statistics_of_a_run:own"
     assert run["config"]["task_params"]["length"] == 1 and run["config"]["model_config"]["lora_r"] == 16
 
 

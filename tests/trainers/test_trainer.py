@@ -84,6 +84,54 @@ def test_settings_train_to_finite_weights(changes, tmp_path):
     assert not torch.equal(before, after)
 
 
+OWN_STATISTIC = """
+from comppo.computation import AttentionStatistic
+peak = AttentionStatistic("peak", lambda rows: rows.rest_maximum * rows.rest_visible_keys)
+def surprise(computation):
+    return computation.hidden.norm(dim=-1) * computation.sink_mass
+"""
+
+
+@pytest.fixture
+def own_statistics(tmp_path, monkeypatch):
+    (tmp_path / "statistics_of_a_trainer.py").write_text(OWN_STATISTIC)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gate_statistic": "router_entropy"},
+        {"gate_statistic": "router_top_k_mass", "critic_features": ["statistic", "group_mean"]},
+        {"gate_statistic": "statistics_of_a_trainer:peak"},
+        {"gate_statistic": "statistics_of_a_trainer:surprise"},
+    ],
+    ids=lambda changes: changes["gate_statistic"],
+)
+def test_routers_and_statistics_of_one_s_own_drive_the_gate(changes, tmp_path, own_statistics):
+    run = tiny.trainer(tmp_path / "run", actor=tiny.mixture, **changes)
+    before = tiny.weights(run.model)
+    run.train()
+    credit = run.last_credit
+    assert credit.advantages.isfinite().all() and credit.advantages[credit.mask].std() > 0
+    assert credit.gates[credit.mask].std() > 1e-3 and credit.statistic[credit.mask].std() > 0
+    assert tiny.weights(run.model).isfinite().all() and not torch.equal(tiny.weights(run.model), before)
+    assert run.args.to_dict()["gate_statistic"] == changes["gate_statistic"]
+
+
+def test_a_run_with_a_statistic_of_one_s_own_resumes(tmp_path, own_statistics):
+    """Its checkpoint holds the name, not the object, which could not be pickled."""
+    changes = {"gate_statistic": "statistics_of_a_trainer:peak", "save_strategy": "steps", "save_steps": 1}
+    whole = tiny.trainer(tmp_path / "run", **changes)
+    whole.train()
+    saved = torch.load(tmp_path / "run" / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.gate_statistic == "statistics_of_a_trainer:peak"
+    again = tiny.trainer(tmp_path / "run", **changes)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert torch.equal(tiny.weights(whole.model), tiny.weights(again.model))
+
+
 def test_lora_trains_adapters_only_and_saves_as_peft(tmp_path):
     run = tiny.trainer(tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     frozen = {n: p.detach().clone() for n, p in run.model.named_parameters() if not p.requires_grad}
@@ -380,6 +428,24 @@ def test_an_unreadable_model_is_refused_before_it_is_loaded(tmp_path):
         )
 
 
+@pytest.mark.parametrize("features", [["routing", "group_mean"], ["group_mean"]], ids=["attention", "routers"])
+def test_routers_are_missed_before_the_model_is_loaded(features, tmp_path):
+    from comppo import CompPOConfig, CompPOTrainer
+
+    tiny.model().config.save_pretrained(tmp_path / "llama")  # no weights: loading would fail
+    with pytest.raises(
+        UnreadableModelError, match=r"LlamaDecoderLayer has no experts.*gate_statistic='router_entropy'"
+    ):
+        CompPOTrainer(
+            str(tmp_path / "llama"),
+            tiny.digit_reward,
+            args=CompPOConfig(
+                **tiny.settings(tmp_path / "run", gate_statistic="router_entropy", critic_features=features)
+            ),
+            train_dataset=tiny.dataset(),
+        )
+
+
 def test_a_model_without_attention_trains_where_none_is_needed(tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -405,12 +471,12 @@ def test_attention_that_hides_its_masks_is_refused_before_the_model_is_loaded(tm
     from comppo import CompPOConfig, CompPOTrainer
 
     tiny.model().config.save_pretrained(tmp_path / "llama")  # no weights: loading would fail
-    with pytest.raises(UnreadableModelError, match="flex_attention"):
+    with pytest.raises(UnreadableModelError, match="paged"):
         CompPOTrainer(
             str(tmp_path / "llama"),
             tiny.digit_reward,
             args=CompPOConfig(
-                **tiny.settings(tmp_path / "run", model_init_kwargs={"attn_implementation": "flex_attention"})
+                **tiny.settings(tmp_path / "run", model_init_kwargs={"attn_implementation": "paged|sdpa"})
             ),
             train_dataset=tiny.dataset(),
         )

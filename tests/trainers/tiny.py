@@ -5,7 +5,13 @@ import random
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHARACTERS = "0123456789abcdefgh=;? "
 
@@ -28,6 +34,29 @@ def model(seed=0):
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
+            max_position_embeddings=128,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def mixture(seed=0):
+    """The same with experts, and room for a critic."""
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(CHARACTERS) + 3,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
             max_position_embeddings=128,
             pad_token_id=0,
             bos_token_id=1,
@@ -68,7 +97,15 @@ def settings(folder, **changes):
 
 
 def trainer(
-    folder, *, peft_config=None, reward_funcs=digit_reward, cls=None, config=None, rollout_func=None, **changes
+    folder,
+    *,
+    actor=model,
+    peft_config=None,
+    reward_funcs=digit_reward,
+    cls=None,
+    config=None,
+    rollout_func=None,
+    **changes,
 ):
     from comppo import CompPOConfig, CompPOTrainer
 
@@ -76,7 +113,7 @@ def trainer(
     if config is not None:
         values = {k: v for k, v in values.items() if not k.startswith("critic")}
     return (cls or CompPOTrainer)(
-        model=model(),
+        model=actor(),
         reward_funcs=reward_funcs,
         args=(config or CompPOConfig)(**values),
         train_dataset=dataset(),

@@ -76,18 +76,25 @@ def check_model(model: Any, args: CompPOConfig) -> None:
         ConfigError: a layer index is out of range.
         UnreadableModelError: names the layers and why.
     """
-    if not args.reads_attention():
-        return
+    needs = []
+    if args.reads_attention():
+        remedy = (
+            "operator='prefix_tree', or gate_statistic='output_entropy' and critic_features without 'routing', need no"
+        )
+        needs.append((False, f"{remedy} attention"))
+    if args.reads_routers():
+        remedy = "gate_statistic='collision' needs attention but no experts, gate_statistic='output_entropy' neither"
+        needs.append((True, remedy))
     requested = (args.model_init_kwargs or {}).get("attn_implementation") if isinstance(model, str) else None
-    read = configuration(model, args) if isinstance(model, str) else model
-    try:
-        require_readable(read, layers=args.gate_layers_read(), attn_implementation=requested)
-    except UnreadableModelError as error:
-        raise UnreadableModelError(
-            f"{error} (Asked for by gate_layers={args.gate_layers!r} and gate_statistic={args.gate_statistic!r}; "
-            "without attention, operator='prefix_tree' or gate_statistic='output_entropy' with critic_features that "
-            "leave out 'routing' and 'statistic' work with any model.)"
-        ) from None
+    read = configuration(model, args) if needs and isinstance(model, str) else model
+    for routers, remedy in needs:
+        try:
+            require_readable(read, layers=args.gate_layers_read(), attn_implementation=requested, routers=routers)
+        except UnreadableModelError as error:
+            raise UnreadableModelError(
+                f"{error} (Asked for by gate_layers={args.gate_layers!r}, gate_statistic={args.gate_statistic!r} and "
+                f"critic_features={args.critic_features!r}; {remedy}.)"
+            ) from None
 
 
 def configuration(name: str, args: CompPOConfig) -> Any:

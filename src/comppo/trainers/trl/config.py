@@ -10,7 +10,9 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from comppo.computation import ATTENTION_STATISTICS, STATISTICS
+from comppo.computation import ROUTER_STATISTICS, STATISTICS, TOKEN_STATISTICS
+from comppo.computation.reading import Statistic, of_attention
+from comppo.computation.user_statistics import load_statistic
 from comppo.critic import CriticConfig
 from comppo.errors import ConfigError
 from comppo.trainers.pipeline import CRITIC_OPERATORS, CRITICS, REDISTRIBUTION_WEIGHTS, PipelineConfig
@@ -98,7 +100,10 @@ class CompPOConfig(GRPOConfig):
 
     gate_statistic: str = field(
         default="collision",
-        metadata={"help": "Statistic of the computation that drives the gate, e.g. collision, concentration, maximum."},
+        metadata={
+            "help": f"Statistic of the computation that drives the gate: {', '.join(STATISTICS)}; or module:attribute "
+            "for an AttentionStatistic, or a function of the Computation, of your own."
+        },
     )
     gate_layers: str = field(
         default="middle", metadata={"help": "Layers that are read: middle (third), all, or indices such as 3,4,5."}
@@ -197,6 +202,7 @@ class CompPOConfig(GRPOConfig):
         elif not isinstance(self.gate_layers, str):  # a list in YAML or Python
             self.gate_layers = ",".join(map(str, self.gate_layers))
         self._check_choices()
+        self.gate_statistic_read()
         self.gate_layers_read()
         self.pipeline_config()
         self.critic_config()
@@ -210,7 +216,6 @@ class CompPOConfig(GRPOConfig):
     def _check_choices(self) -> None:
         choices = {
             "operator": OPERATORS,
-            "gate_statistic": STATISTICS,
             "critic": CRITICS,
             "redistribution": REDISTRIBUTION_WEIGHTS,
             "critic_lr_scheduler_type": CRITIC_SCHEDULES,
@@ -315,19 +320,59 @@ class CompPOConfig(GRPOConfig):
             seed=self.seed,
         )
 
-    def reads_attention(self) -> bool:
-        """Whether these settings need attention statistics at all; without them any architecture will do."""
+    def reading(self) -> dict[str, Any]:
+        """What these settings read, as arguments of `read_computation`."""
+        return {
+            "statistic": self.gate_statistic_read() if self._shows_statistic() else "output_entropy",
+            "layers": self.gate_layers_read() if self.reads_attention() else (),
+            "router_layers": self.gate_layers_read(),
+            "sink_tokens": self.gate_sink_tokens,
+            "hidden_layers": self.hidden_layers_read(),
+        }
+
+    def gate_statistic_read(self) -> Statistic:
+        """`gate_statistic` as the reader takes it; the field itself stays text, so that it can be saved."""
+        if not isinstance(self.gate_statistic, str):
+            raise ConfigError(
+                f"gate_statistic={self.gate_statistic!r} cannot be recorded: give a name, or 'module:attribute' for an "
+                "object of your own."
+            )
+        return load_statistic(self.gate_statistic, field="gate_statistic")
+
+    def _critic_sees(self, feature: str) -> bool:
+        return self.pipeline_config().has_critic and self.critic == "tac" and feature in self.critic_features
+
+    def _uses_statistic(self) -> bool:
+        """Whether credit depends on the statistic."""
         pipeline = self.pipeline_config()
         if pipeline.has_critic:
-            gated = pipeline.operator == "comp_gae" and self.gate_statistic in ATTENTION_STATISTICS
-            return gated or (self.critic == "tac" and bool({"routing", "statistic"} & set(self.critic_features)))
-        spread = {self.redistribution, self.negative_redistribution}
-        return pipeline.reads_computation and "statistic" in spread and self.gate_statistic in ATTENTION_STATISTICS
+            return pipeline.operator == "comp_gae" or self._critic_sees("statistic")
+        return pipeline.reads_computation and "statistic" in (self.redistribution, self.negative_redistribution)
+
+    def _shows_statistic(self) -> bool:
+        """Whether it is worth reading: it is used, or is what the critic's routing is made of, or costs little."""
+        routing = self._critic_sees("routing") and of_attention(self.gate_statistic_read())
+        return self._uses_statistic() or routing or self.gate_statistic in TOKEN_STATISTICS
+
+    def reads_attention(self) -> bool:
+        """Whether these settings need attention at all; without it any architecture will do.
+
+        A function of the computation may look at everything, so it does need attention.
+        """
+        statistic = self.gate_statistic_read()
+        needs = of_attention(statistic) or not isinstance(statistic, str)
+        return self._critic_sees("routing") or (needs and self._uses_statistic())
+
+    def reads_routers(self) -> bool:
+        """Whether these settings need the routers of mixture-of-experts layers."""
+        return self.gate_statistic in ROUTER_STATISTICS and self._uses_statistic()
 
     def hidden_layers_read(self) -> tuple[int, ...]:
-        """Layers whose hidden states are read: none unless the critic looks at them."""
-        wanted = self.pipeline_config().has_critic and self.critic == "tac" and "hidden" in self.critic_features
-        return tuple(self.critic_hidden_layers) if wanted or self.gate_statistic == "hidden_change" else ()
+        """Layers whose hidden states are read: none unless the critic, or the statistic, may look at them."""
+        statistic = self.gate_statistic_read()
+        function = not isinstance(statistic, str) and not of_attention(statistic) and self._uses_statistic()
+        wanted = self._critic_sees("hidden") or statistic == "hidden_change" or function
+        return tuple(self.critic_hidden_layers) if wanted else ()
 
     def gate_layers_read(self) -> str | tuple[int, ...]:
         """`gate_layers` as the reader takes it; ConfigError where it is neither a name nor a list of indices."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from comppo.computation import ATTENTION_STATISTICS, Computation, read_computation
+from comppo.computation import Computation, read_computation
 from comppo.critic import CriticInputs
 from comppo.errors import RunExistsError
 from comppo.evidence.rollout import trainable_mask
@@ -64,7 +64,8 @@ class CompPOTrainer(GRPOTrainer):
         ConfigError: `args` is not a `CompPOConfig`.
         TaskError: the data set has no `prompt` column.
         RewardError: a reward function returns the wrong number of rewards, or something that is not a number.
-        UnreadableModelError: the model's attention cannot be read; names the layers and why.
+        UnreadableModelError: what the settings need of the model, attention or routers, cannot be read; names the
+            layers and why.
     """
 
     _tag_names: ClassVar = ["trl", "comppo"]
@@ -121,7 +122,7 @@ class CompPOTrainer(GRPOTrainer):
         )
         # A configuration alone may not have told
         checks.check_model(self._unwrapped(), args)
-        self._pipeline = args.pipeline_config()
+        self._pipeline, self._reading = args.pipeline_config(), args.reading()
         self._processes = Processes(
             count=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
@@ -173,17 +174,13 @@ class CompPOTrainer(GRPOTrainer):
             )
             return logps, entropies
 
-        attention, statistic = self.args.reads_attention(), self.args.gate_statistic
         return read_computation(
             self.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
-            statistic=statistic if attention or statistic not in ATTENTION_STATISTICS else "output_entropy",
-            layers=self.args.gate_layers_read() if attention else (),
-            sink_tokens=self.args.gate_sink_tokens,
-            hidden_layers=self.args.hidden_layers_read(),
             score=score,
+            **self._reading,
         )
 
     # ---- TRL's steps, wrapped ------------------------------------------------------------------------------------
