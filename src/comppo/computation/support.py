@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comppo.computation.bypass_kind import bypass_kind
+from comppo.computation.bypass import bypass_kind
 from comppo.computation.router import Router, find_routers, why_no_router
 from comppo.errors import ConfigError, UnreadableModelError
 
