@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from comppo.computation.bypass import Bypass, bypass_kind
+from comppo.computation.bypass import Bypass
+from comppo.computation.bypass_kind import bypass_kind
 from comppo.errors import ConfigError, UnreadableModelError
 
 TOKENS = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

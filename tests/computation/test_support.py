@@ -68,14 +68,6 @@ def test_a_hybrid_is_read_where_it_attends(build, padded):
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("falcon", {}, "FalconAttention bypasses"),
-        ("bloom", {"n_layer": 2, "n_head": 4}, "BloomAttention bypasses"),
-        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}, "MptAttention bypasses"),
-        (
-            "gpt_neo",
-            {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-            "GPTNeo.* bypasses",
-        ),
         ("mamba", {}, "no softmax attention"),
         ("mamba2", {"num_heads": 8, "head_dim": 8}, "no softmax attention"),
     ],

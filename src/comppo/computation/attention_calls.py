@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comppo.computation.attention_rows import INVISIBLE, AttentionStatistics
+from comppo.computation.attention_rows import INVISIBLE, MASKED, AttentionStatistics
 from comppo.computation.sequences import over_keys
 from comppo.computation.statistics import attention_statistics
 from comppo.computation.support import check_implementation
@@ -25,6 +25,7 @@ def statistics_of_call(
     documents: Tensor | None,
     rows: slice,
     past: int = 0,
+    cached: bool = False,
     features: Tensor | None = None,
     entropy: bool = True,
     distance: bool = False,
@@ -42,6 +43,7 @@ def statistics_of_call(
         documents: numbers of packed documents, where the implementation is to keep them apart.
         rows: query positions to reduce.
         past: positions before the first query, cached ones.
+        cached: whether keys come from a cache, which may have room for more than there are.
         features: (rows, positions, features).
         entropy: whether to compute entropies.
         distance: whether to compute distances.
@@ -53,11 +55,8 @@ def statistics_of_call(
         UnreadableModelError: the call cannot be read.
     """
     check_implementation(implementation)
-    if options.get("position_bias") is not None:
-        raise UnreadableModelError(
-            f"{type(module).__name__} uses a position bias, which is not read: leave its layer out of `layers`."
-        )
-    queries, keys = query.shape[2], key.shape[2]
+    _check_options(implementation, module, options)
+    queries, keys, total = query.shape[2], key.shape[2], past + query.shape[2]
     causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and queries > 1
     window = apart = block_mask = None
@@ -75,6 +74,12 @@ def statistics_of_call(
     elif causal and keys > queries:
         key = key[:, :, :queries]  # as sdpa does with a preallocated, empty cache
     keys = key.shape[2]
+    mask = _with_bias(mask, options.get("position_bias"), keys)
+    if keys > total and not cached and (features is not None or distance):
+        raise UnreadableModelError(
+            f"{type(module).__name__} has {keys} keys for {total} positions, so distances and routed summaries mean "
+            "nothing there: leave them or its layer out."
+        )
     scale = options.get("scaling")
     stats = attention_statistics(
         query,
@@ -96,6 +101,29 @@ def statistics_of_call(
     # A static cache has room after the queries, which were taken to stand at its end.
     room = keys - queries - min(past, keys - queries)
     return stats if not (distance and room) else _nearer(stats, room)
+
+
+def _check_options(implementation: str, module: nn.Module, options: dict[str, Any]) -> None:
+    """Refuse what changes the rows in a way that is not known here."""
+    unknown = ["sinks"] + (["indices", "block_indices"] if "flash" in implementation else [])
+    for name in unknown:
+        if options.get(name) is not None:
+            raise UnreadableModelError(
+                f"{type(module).__name__} hands {name!r} to its {implementation} attention, which is not read: leave "
+                'its layer out of `layers`, or load the model with attn_implementation="sdpa".'
+            )
+
+
+def _with_bias(mask: Any, bias: Tensor | None, keys: int) -> Any:
+    """A mask with a position bias added, as the model's own attention adds it to the scores."""
+    if bias is None:
+        return mask
+    bias = bias.detach()[..., :keys]
+    if mask is None:
+        return bias
+    if callable(mask):
+        raise UnreadableModelError("a position bias under FlexAttention is not read: load the model with sdpa.")
+    return bias.masked_fill(~mask, MASKED) if mask.dtype == torch.bool else mask + bias
 
 
 def _nearer(stats: AttentionStatistics, room: int) -> AttentionStatistics:

@@ -10,7 +10,7 @@ from torch import Tensor
 MASKED = -1e30  # a finite score whose exponential is exactly 0: with -inf, 0 * inf would make NaN
 LOWEST_MAXIMUM = -1e29  # above MASKED: tells a row without keys from one with keys
 INVISIBLE = -1e4  # an additive mask at or below this hides the key; half precision's lowest value is -65504
-INVISIBLE_SCORE = -3e4  # the same for a score to which the mask was added already
+INVISIBLE_SCORE = -9e3  # the same for a score to which such a mask was added already
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(row, head, query, key) -> bool, all of them 0-dimensional indices into the tensors of the call: FlexAttention's."""

@@ -3,7 +3,7 @@
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,7 @@ class Listener:
         self._cache: weakref.ref[Any] | None = None
         self._marks: tuple[Tensor | None, Tensor | None] | None = None
         self._features: dict[int, Tensor] = {}
-        self._seen: set[int] = set()
+        self._seen: dict[int, Hashable] = {}
 
     def open(self) -> None:
         """Start anew; ConfigError where it is open already."""
@@ -172,7 +172,7 @@ class Listener:
         self, implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
         """Called after each attention call; reduces its rows if it is one of the chosen layers."""
-        layer = self._begun(module)
+        layer = self._begun(module, (query.data_ptr(), key.data_ptr(), query.shape, key.shape))
         if layer is None:
             return
         with torch.no_grad():
@@ -192,13 +192,14 @@ class Listener:
                 documents=documents,
                 rows=self._rows,
                 past=self._sequences.past,
+                cached=self._cache is not None,
                 **self._wanted(layer),
             )
             self._keep(layer, stats)
 
     def observe_scores(self, module: nn.Module, scores: Tensor) -> None:
         """Called where a model makes its own scores, masks added."""
-        layer = self._begun(module)
+        layer = self._begun(module, scores.shape)
         if layer is None:
             return
         with torch.no_grad():
@@ -206,14 +207,14 @@ class Listener:
             sinks = self._sequences.sinks_of_keys(self.plan.sink_tokens, scores.shape[3])
             self._keep(layer, reduce_scores(scores, sinks=sinks, rows=self._rows, **self._wanted(layer)))
 
-    def _begun(self, module: nn.Module) -> int | None:
-        """The layer of a module that is to be read now."""
+    def _begun(self, module: nn.Module, call: Hashable) -> int | None:
+        """The layer of a module that is to be read now; the same rows again (differential attention) are not."""
         layer = self._layer_of.get(id(module))
-        if layer is None or self._sequences is None or not self._listens():
+        if layer is None or self._sequences is None or not self._listens() or self._seen.get(layer) == call:
             return None
         if layer in self._seen:
             raise UnreadableModelError(f"layer {layer} attended twice in one forward: leave it out of `layers`.")
-        self._seen.add(layer)
+        self._seen[layer] = call
         return layer
 
     def _wanted(self, layer: int) -> dict[str, Any]:
@@ -234,7 +235,7 @@ class Listener:
                     f"statistic {name!r} gave {got}: return one value per row, head and token, {tuple(shape)}."
                 )
             self.store.add((name, layer), self.plan.of_heads(values.detach(), 1).transpose(1, 2))
-        self.store.add(("visible_keys", layer), stats.visible_keys[:, 0])
+        self.store.add(("visible_keys", layer), stats.visible_keys.double().mean(1))
         if stats.rest_features is not None:
             self.store.add(("routed", layer), self.plan.of_heads(stats.rest_features, 1).mean(1))
 

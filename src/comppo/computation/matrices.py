@@ -143,8 +143,8 @@ class Tally:
         counted = real & (want["counts_agree"] > 0) & (matrix.dtype != torch.float16)
         where = {"sink_mass": real, "concentration": usable & counted}
         errors = {name: _greatest(read[name], want[name], where.get(name, usable)) for name in self._names}
-        # The reader tells one count per layer, that of its first head.
-        errors["visible_keys"] = _greatest(visible_keys, want["visible_keys"][..., 0], counted[..., 0])
+        # The reader tells one count per layer, the mean over its heads.
+        errors["visible_keys"] = _greatest(visible_keys, want["visible_keys"].mean(-1), counted.all(-1))
         for name, error in errors.items():
             self._errors.setdefault(prefix + name, []).append(error)
         self._by_layer.setdefault(layer, []).extend(errors.values())

@@ -169,7 +169,7 @@ class ComputationReader:
         return torch.stack([part.mean(-1) for part in self._named(statistic)]).mean(0)
 
     def visible_keys(self) -> Float[Tensor, "rows tokens layers"]:
-        """How many keys each position may attend to in each layer, sinks included."""
+        """How many keys each position may attend to in each layer, sinks included; the mean where heads differ."""
         return torch.stack(self._of_layers("visible_keys", self.layers), -1)
 
     def routed(self) -> Float[Tensor, "rows tokens layers width"]:

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comppo.computation.bypass import bypass_kind
+from comppo.computation.bypass_kind import bypass_kind
 from comppo.computation.router import Router, find_routers, why_no_router
 from comppo.errors import ConfigError, UnreadableModelError
 
@@ -187,22 +188,32 @@ def map_model(model: nn.Module) -> ModelMap:
         found = [m for m in layer.modules() if _is_readable(m)]
         outside = not found
         if outside:
-            found = [m for m in layer.modules() if bypass_kind(type(m)) is not None]
-        indices = {int(getattr(m, "layer_idx", position)) for m in found}
-        if len(found) > 1:
+            found = [m for name, m in layer.named_modules() if bypass_kind(type(m)) and not _CROSS.search(name)]
+        indices = [_layer_index(m, position) for m in found]
+        if len(set(indices)) < len(found):
             why_not[position] = f"{len(found)} self-attention modules in one layer"
-        elif found and (found[0] in attention.values() or min(indices) < 0):
+        elif any(module in attention.values() or index < 0 for module, index in zip(found, indices, strict=True)):
             why_not[position] = f"{type(found[0]).__name__} is shared between layers"
         elif found:
-            index = indices.pop()
-            attention.setdefault(index, found[0])
+            for module, index in zip(found, indices, strict=True):
+                attention.setdefault(index, module)
             if outside:
-                bypassing.add(index)
+                bypassing.update(indices)
         else:
             why_not[position] = _reason(layer)
     return ModelMap(
         decoder=decoder, layers=layers, attention=attention, bypassing=frozenset(bypassing), why_not=why_not
     )
+
+
+_CROSS = re.compile(r"encoder_attn|cross_?attn|cross_?attention")
+"""In the name of modules that attend to another sequence with a class that also attends to its own."""
+
+
+def _layer_index(module: nn.Module, position: int) -> int:
+    """The module's `layer_idx`, -1 where several layers share it; its layer's where modules have none."""
+    index = getattr(module, "layer_idx", position)
+    return -1 if index is None else int(index)
 
 
 def check_layers(layers: Layers) -> None:
@@ -266,8 +277,8 @@ def choose_routers(found: ModelMap, layers: Layers) -> dict[int, Router]:
 
 
 _REMEDY = (
-    " Use a model whose attention goes through Transformers' attention registry (Llama, Qwen, Gemma, Mistral, Phi, "
-    'OLMo, GPT-2 and most later ones), or layers=() with a statistic that needs no attention ("output_entropy", '
+    " Use a model with softmax attention (Llama, Qwen, Gemma, Mistral, Phi, OLMo, GPT-2, Falcon and most others; "
+    'docs/architectures.md has a list), or layers=() with a statistic that needs no attention ("output_entropy", '
     '"hidden_change").'
 )
 
@@ -282,7 +293,7 @@ def _explain(found: ModelMap, layers: Sequence[int] | dict[int, str]) -> str:
 def _reason(layer: nn.Module) -> str:
     classes = sorted({type(m).__name__ for m in layer.modules() if "attention" in type(m).__name__.lower()})
     if classes:
-        return f"{', '.join(classes)} bypasses Transformers' attention registry"
+        return f"{', '.join(classes)} makes its rows in a way that is not read"
     return f"{type(layer).__name__} has no softmax attention"
 
 
