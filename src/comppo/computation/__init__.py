@@ -9,6 +9,7 @@ from comppo.computation.scoring import score_plainly, token_scores
 from comppo.computation.statistics import attention_statistics
 from comppo.computation.summaries import ATTENTION_STATISTICS, TOKEN_STATISTICS, AttentionStatistic, concentration
 from comppo.computation.support import readable_layers, require_readable
+from comppo.computation.user_statistics import load_statistic
 
 __all__ = [
     "ATTENTION_STATISTICS",
@@ -23,6 +24,7 @@ __all__ = [
     "concentration",
     "emitting_positions",
     "evaluation_mode",
+    "load_statistic",
     "read_computation",
     "readable_layers",
     "require_readable",

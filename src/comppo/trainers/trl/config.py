@@ -122,8 +122,11 @@ class CompPOConfig(GRPOConfig):
         default=1.0, metadata={"help": "Slope of the gate against the standardised statistic; 0 is a constant gate."}
     )
     gate_residualize: str = field(
-        default="log_keys",
-        metadata={"help": "What is regressed out of the statistic within the batch: log_keys, position or none."},
+        default="log_keys_position",
+        metadata={
+            "help": "What is regressed out of the statistic within the batch: log_keys_position (both logs together), "
+            "log_keys, position or none."
+        },
     )
     gate_bootstrap: bool = field(
         default=False,
