@@ -18,7 +18,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from reading_candidates import HALF, OTHERS, TEXT, TODAY, Candidate, Rule, choose, is_eligible, measure
+from reading_candidates import EARLIER, HALF, OTHERS, TEXT, Candidate, Rule, choose, is_eligible, measure
 from reading_measures import Array
 from reading_page import page, to_json
 from reading_samples import Readings, Sample, read_samples, sample_chain, sample_smollm2
@@ -100,13 +100,13 @@ def study(samples: list[Sample], readings: Readings, seed: int, replicates: int)
 
 
 def gains(score: Array, candidates: list[Candidate], picked: int | None) -> dict[str, list[float]]:
-    """Differences of the score, (draws, candidates), from today's default: estimate and 95 % interval, paired."""
+    """Differences of the score, (draws, candidates), from the earlier default: estimate and 95 % interval, paired."""
     place = {candidate.key: i for i, candidate in enumerate(candidates)}
-    others = {"chosen - today's": picked, "half the layers - today's": place.get(HALF)}
+    others = {"chosen - earlier": picked, "half the layers - earlier": place.get(HALF)}
     found = {}
     for name, number in others.items():
         if number is not None:
-            difference = score[:, number] - score[:, place[TODAY]]
+            difference = score[:, number] - score[:, place[EARLIER]]
             interval = (difference[0], *np.nanpercentile(difference[1:], (2.5, 97.5)))
             found[name] = [round(float(value), 3) for value in interval]
     return found

@@ -20,7 +20,7 @@ Measure = Callable[[Array], Array]
 
 REPEATED = 3
 """Times a token must occur for its identity to be judged."""
-RESIDUALIZE = ("none", "log_keys", "position", "position_bins", "log_keys_place", "log_keys_token")
+RESIDUALIZE = ("none", "log_keys", "position", "position_bins", "log_keys_position", "log_keys_token")
 """Known to `residuals`: the first three are those of the trainer's gate, the last is for reference only."""
 
 
@@ -30,7 +30,7 @@ def residuals(values: Array, *, how: str, log_keys: Array, step: Index, token: I
     Args:
         values: one or more numbers per token.
         how: "none" (the mean is removed all the same), "log_keys", "position" (a line), "position_bins" (bins of
-            doubling width), "log_keys_place" (log n and log(1 + step) together), "log_keys_token" (the line on log n,
+            doubling width), "log_keys_position" (log n and log(1 + step) together), "log_keys_token" (the line on log n
             then the mean of each token seen `REPEATED` times or more; the rarer ones count as one token).
         log_keys: log of the number of visible keys, (tokens,).
         step: place in the response, from 0, (tokens,).
@@ -47,7 +47,7 @@ def residuals(values: Array, *, how: str, log_keys: Array, step: Index, token: I
     lines: dict[str, list[Any]] = {
         "log_keys": [log_keys],
         "position": [step],
-        "log_keys_place": [log_keys, np.log1p(step)],
+        "log_keys_position": [log_keys, np.log1p(step)],
     }
     design = np.column_stack([np.ones(len(step)), *lines.get(how, [])])
     flat = values.reshape(len(values), -1)

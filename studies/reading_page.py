@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from reading_candidates import ADDED, FIXED, HALF, REFERENCE, TODAY, WITH_ADDED
+from reading_candidates import ADDED, EARLIER, FIXED, HALF, NOW, REFERENCE, WITH_ADDED
 
 Record = dict[str, Any]
 """A candidate with its measures, each [estimate, low, high]."""
@@ -19,7 +19,7 @@ MEASURES = {
     "reliability_rest": "reliability of the rest",
     "agreement": "r, longer prompt",
     "shift": "shift, SD",
-    "with_today": "r with today's",
+    "with_earlier": "r with the earlier default",
     "with_sink_mass": "r with sink mass",
 }
 NOTES = """\
@@ -40,7 +40,7 @@ a least-squares fit over the batch. Brackets hold 95 % bootstrap intervals over 
   construction; the rows with nothing removed show the statistic's own.
 - **layers read** is the cost, relative to all layers.
 - Residuals: "log_keys" is the log of the visible keys, "position" a line on the place, "position_bins" means of bins of
-  doubling width, "log_keys_place" log n and log(1 + place) together. The last became a candidate after the first
+  doubling width, "log_keys_position" log n and log(1 + place) together. The last became a candidate after the first
   figures had been seen, so the rule's own choice leaves it out. "log_keys_token" takes the mean of each token away too,
   for reference only; what it leaves of token identity, and so its score, says nothing.
 """
@@ -84,9 +84,10 @@ def _named(record: Record) -> dict[str, Record]:
     named = {}
     if record["chosen"] is not None:
         named["chosen"] = rows[record["chosen"]]
-    named["today's default"] = place[TODAY]
+    named["the earlier default"] = place[EARLIER]
+    named["the default now"] = place[NOW]
     if HALF in place:
-        named["today's, half its layers"] = place[HALF]
+        named["the earlier, half its layers"] = place[HALF]
     second = record["other_rules"][WITH_ADDED]
     if second not in (None, record["chosen"]):
         named["chosen if log n and place together were a candidate"] = rows[second]
@@ -119,8 +120,8 @@ def _model(record: Record) -> list[str]:
     parts.append(_table(_best(real, lambda row: (row["statistic"], row["sink_excluded"]))))
     parts += ["Every statistic over the middle third, nothing removed:\n"]
     parts.append(_table(r for r in rows if r["layers"] == "middle third" and r["residualize"] == "none"))
-    parts += ["Today's statistic and layers, and the chosen ones, with each residual:\n"]
-    kinds = [TODAY[:3], *([] if chosen is None or _name(chosen)[:3] == TODAY[:3] else [_name(chosen)[:3]])]
+    parts += ["The earlier default's statistic and layers, and the chosen ones, with each residual:\n"]
+    kinds = [EARLIER[:3], *([] if chosen is None or _name(chosen)[:3] == EARLIER[:3] else [_name(chosen)[:3]])]
     parts.append(_table(row for kind in kinds for row in rows if _name(row)[:3] == kind))
     return parts
 

@@ -37,7 +37,7 @@ def noise(*shape, seed=0):
         ("log_keys", lambda log_keys, token: 2 - 5 * log_keys),
         ("position", lambda log_keys, token: 7.0 * STEP - 1),
         ("position_bins", lambda log_keys, token: np.array([4, 1, 1, -2, -2, -2, -2, 9.0])[STEP]),
-        ("log_keys_place", lambda log_keys, token: 4 * log_keys - 3 * np.log1p(STEP)),
+        ("log_keys_position", lambda log_keys, token: 4 * log_keys - 3 * np.log1p(STEP)),
         ("log_keys_token", lambda log_keys, token: np.array([3.0, -1.0])[token] + 0 * log_keys),
     ],
 )
@@ -173,7 +173,7 @@ def test_the_rule_never_takes_the_reference_and_may_take_nothing():
     slots = Candidate.__slots__
     named = [Candidate(**{f: getattr(c, f) for f in slots} | {"residualize": "log_keys_token"}) for c in candidates]
     assert reading_candidates.choose(found, named) is None
-    named = [Candidate(**{f: getattr(c, f) for f in slots} | {"residualize": "log_keys_place"}) for c in candidates]
+    named = [Candidate(**{f: getattr(c, f) for f in slots} | {"residualize": "log_keys_position"}) for c in candidates]
     assert reading_candidates.choose(found, named) is None
     assert reading_candidates.choose(found, named, reading_candidates.Rule(added=True)) == 2
     assert reading_candidates.choose(found | {"worst_position": np.full(4, 0.1)}, candidates) is None
