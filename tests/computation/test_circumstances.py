@@ -12,6 +12,10 @@ from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 NAMES = ("collision", "entropy", "maximum", "sink_mass", "distance")
 
 
+def collision_reader(model, **settings):
+    return ComputationReader(model, statistics=("collision",), **settings)
+
+
 def read(model, ids, mask=None, **settings):
     """A plain forward of whole rows."""
     settings = {"layers": "all", "statistics": NAMES, "hidden_layers": (1, -1)} | settings
@@ -87,7 +91,7 @@ def test_positions_that_begin_anew_without_keeping_documents_apart_are_one_seque
     model = build("llama")
     positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
     for more in ({"attention_mask": mask, "use_cache": False}, {"use_cache": True}):
-        with torch.no_grad(), ComputationReader(model, layers="all") as reader:
+        with torch.no_grad(), collision_reader(model, layers="all") as reader:
             model(input_ids=ids, position_ids=positions, **more)
         assert reader.visible_keys()[0, :, 0].tolist() == list(range(1, 21))
         with torch.no_grad():
@@ -123,7 +127,7 @@ def test_a_four_dimensional_mask_tells_documents_and_padding(build, padded):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_sequence_that_grows_reads_like_the_whole(kind, name, implementation, build, padded):
-    """Prefill of 9 tokens, then 3 and 1 at a time; left padding; a window of 6 in all (mistral) or half of the layers."""
+    """Prefill of 9 tokens, then 3 and 1 at a time; left padding; a window of 6 in mistral and half of gemma2."""
     from transformers import DynamicCache, StaticCache
 
     if name == "gemma2" and implementation == "sdpa":
@@ -174,7 +178,10 @@ def test_generation_is_read_as_it_happens(build, padded):
     for statistic in NAMES:
         got, want = (r.statistic(statistic)[grown.bool()] for r in (reader, whole))
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    with pytest.raises(EvidenceError, match="adds to a cache"), ComputationReader(model, positions=slice(0, 20)):
+    with (
+        pytest.raises(EvidenceError, match="adds to a cache"),
+        collision_reader(model, positions=slice(0, 20)),
+    ):
         model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from comppo.computation import ComputationReader, registry
+from comppo.computation import ATTENTION_STATISTICS, ComputationReader, registry
 from comppo.computation.attention_calls import statistics_of_call
 from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 
@@ -15,6 +15,10 @@ ARCHITECTURES = [
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi", "olmo2", "smollm3", "qwen3_moe", "gpt_oss",
 ]  # fmt: skip
 EAGER_ONLY = ("gemma2", "gpt_oss")  # softcap and learned sinks: Transformers has no sdpa for them
+
+
+def collision_reader(model, **settings):
+    return ComputationReader(model, statistics=("collision",), **settings)
 
 
 def from_matrices(matrices, mask, sink_tokens):
@@ -83,9 +87,9 @@ def test_micro_batches_are_concatenated_and_sinks_follow_each_batch_s_padding(im
     ids, mask = padded
     model = build("llama", implementation)
     with torch.no_grad():
-        with ComputationReader(model, layers="all", positions=slice(-10, -1), hidden_layers=(-1,)) as whole:
+        with collision_reader(model, layers="all", positions=slice(-10, -1), hidden_layers=(-1,)) as whole:
             model(input_ids=ids, attention_mask=mask)
-        with ComputationReader(model, layers="all", positions=slice(-10, -1), hidden_layers=(-1,)) as parts:
+        with collision_reader(model, layers="all", positions=slice(-10, -1), hidden_layers=(-1,)) as parts:
             for i in range(0, 4, 2):
                 model(input_ids=ids[i : i + 2], attention_mask=mask[i : i + 2])
     assert (whole.forwards, parts.forwards) == (1, 2)
@@ -99,9 +103,9 @@ def test_index_t_is_the_position_that_emits_token_t(build, padded):
     ids, mask = padded
     model = build("qwen3")
     with torch.no_grad():
-        with ComputationReader(model, layers="all", hidden_layers=(0, 1, -1)) as every:
+        with collision_reader(model, layers="all", hidden_layers=(0, 1, -1)) as every:
             output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-        with ComputationReader(model, layers="all", positions=slice(-7, -1), hidden_layers=(0, 1, -1)) as response:
+        with collision_reader(model, layers="all", positions=slice(-7, -1), hidden_layers=(0, 1, -1)) as response:
             model(input_ids=ids, attention_mask=mask)
     assert torch.equal(response.statistic("collision"), every.statistic("collision")[:, -7:-1])
     assert torch.equal(response.visible_keys(), every.visible_keys()[:, -7:-1])
@@ -120,10 +124,27 @@ def test_the_last_hidden_state_is_what_the_head_is_fed(build, padded):
         model = build(name, "eager")
         fed = []
         handle = model.get_output_embeddings().register_forward_pre_hook(lambda m, args, fed=fed: fed.append(args[0]))
-        with torch.no_grad(), ComputationReader(model, hidden_layers=(-1,)) as reader:
+        with torch.no_grad(), collision_reader(model, hidden_layers=(-1,)) as reader:
             model(input_ids=ids, attention_mask=mask)
         handle.remove()
         assert torch.equal(reader.hidden(), fed[0])
+
+
+def test_statistics_of_whole_rows_are_those_without_sinks(build, padded):
+    """Beside the sink-excluded ones in one reading, and what they are where no key is a sink."""
+    ids, mask = padded
+    model = build("llama")
+    names = [name for name in ATTENTION_STATISTICS if name.startswith("whole_")]
+    assert len(names) == 7
+    with torch.no_grad():
+        with ComputationReader(model, statistics=names, layers="all", sink_tokens=2) as one:
+            model(input_ids=ids, attention_mask=mask)
+        plain = [name.removeprefix("whole_") for name in names]
+        with ComputationReader(model, statistics=plain, layers="all", sink_tokens=0) as other:
+            model(input_ids=ids, attention_mask=mask)
+    for whole, name in zip(names, plain, strict=True):
+        torch.testing.assert_close(one.statistic(whole), other.statistic(name), rtol=1e-5, atol=1e-5)
+    assert (other.statistic("sink_mass") == 0).all() and one.statistic("sink_mass").max() > 0.1
 
 
 def test_heads_are_kept_chosen_or_averaged(build, padded):
@@ -131,16 +152,21 @@ def test_heads_are_kept_chosen_or_averaged(build, padded):
     model = build("llama")
     read = {}
     for heads in (None, "mean", (3, 1)):
-        with torch.no_grad(), ComputationReader(model, layers=(1,), heads=heads) as reader:
+        with torch.no_grad(), collision_reader(model, layers=(1,), heads=heads) as reader:
             model(input_ids=ids, attention_mask=mask)
         read[heads] = reader.statistic("collision")
     torch.testing.assert_close(read["mean"], read[None].mean(-1, keepdim=True))
     assert torch.equal(read[3, 1], read[None][..., [3, 1]])
 
 
-def test_middle_is_the_middle_third(build):
-    for depth, middle in ((1, (0,)), (2, (0, 1)), (3, (1,)), (7, (2, 3, 4)), (9, (3, 4, 5))):
-        assert ComputationReader(build("llama", num_hidden_layers=depth)).layers == middle
+def test_thirds_of_the_layers(build):
+    """At least one layer, whatever the depth."""
+    thirds = {1: ((0,), (0,), (0,)), 2: ((0,), (0, 1), (1,)), 3: ((0,), (1,), (2,)), 7: ((0, 1), (2, 3, 4), (5, 6))}
+    for depth, parts in (thirds | {9: ((0, 1, 2), (3, 4, 5), (6, 7, 8))}).items():
+        model = build("llama", num_hidden_layers=depth)
+        for name, part in zip(("first", "middle", "last"), parts, strict=True):
+            assert ComputationReader(model, layers=name).layers == part
+        assert ComputationReader(model).layers == parts[2]
 
 
 def test_registry_and_model_are_as_before_even_after_an_exception(build, padded):
@@ -150,9 +176,14 @@ def test_registry_and_model_are_as_before_even_after_an_exception(build, padded)
     before = dict(AttentionInterface._global_mapping)
     model = build("llama")
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    with pytest.raises(RuntimeError, match="inside"), ComputationReader(model, hidden_layers=(0, -1)):
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        collision_reader(model, hidden_layers=(0, -1)),
+    ):
         assert AttentionInterface._global_mapping["sdpa"] is not before["sdpa"]
-        with ComputationReader(model):  # nested: the inner exit must not end the outer reading
+        with ComputationReader(
+            model, statistics=("collision",)
+        ):  # nested: the inner exit must not end the outer reading
             model(input_ids=ids, attention_mask=mask)
         assert AttentionInterface._global_mapping["sdpa"] is not before["sdpa"]
         raise RuntimeError("inside")
@@ -165,7 +196,7 @@ def test_an_error_in_the_forward_restores_too(build, padded):
 
     ids, mask = padded
     before, model = dict(AttentionInterface._global_mapping), build("llama")
-    with pytest.raises(EvidenceError, match="one length"), ComputationReader(model):
+    with pytest.raises(EvidenceError, match="one length"), collision_reader(model):
         model(input_ids=ids, attention_mask=mask)
         model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
     assert dict(AttentionInterface._global_mapping) == before
@@ -176,7 +207,7 @@ def test_the_wrapper_is_one_object_for_the_life_of_the_process(build):
 
     seen = []
     for _ in range(2):
-        with ComputationReader(build("llama")):
+        with collision_reader(build("llama")):
             seen.append(AttentionInterface._global_mapping["sdpa"])
     assert seen[0] is seen[1]
 
@@ -184,7 +215,7 @@ def test_the_wrapper_is_one_object_for_the_life_of_the_process(build):
 def test_other_models_pass_unseen(build, padded):
     ids, mask = padded
     policy, reference = build("llama"), build("llama", "eager")
-    with torch.no_grad(), ComputationReader(policy) as reader:
+    with torch.no_grad(), collision_reader(policy) as reader:
         reference(input_ids=ids, attention_mask=mask)
         assert reader.forwards == 0
         policy(input_ids=ids, attention_mask=mask)
@@ -197,13 +228,13 @@ def test_peft_and_data_parallel_wrappers(build, padded, tmp_path):
 
     ids, mask = padded
     plain = build("llama")
-    with torch.no_grad(), ComputationReader(plain, hidden_layers=(-1,)) as want:
+    with torch.no_grad(), collision_reader(plain, hidden_layers=(-1,)) as want:
         logits = plain(input_ids=ids, attention_mask=mask).logits
     peft = get_peft_model(copy.deepcopy(plain), LoraConfig(r=2, target_modules=["q_proj", "k_proj"])).eval()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for model in (peft, nn.parallel.DistributedDataParallel(peft)):
-            with torch.no_grad(), ComputationReader(model, hidden_layers=(-1,)) as got:
+            with torch.no_grad(), collision_reader(model, hidden_layers=(-1,)) as got:
                 assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, logits)
             assert torch.equal(got.statistic("collision"), want.statistic("collision"))
             assert torch.equal(got.hidden(), want.hidden())
@@ -216,11 +247,14 @@ def test_activation_checkpointing(no_grad, build, padded):
     """Recomputation in a backward pass inside the context is not read a second time, and gradients are the same."""
     ids, mask = padded
     model = build("llama")
-    with torch.no_grad(), ComputationReader(model, hidden_layers=(1,)) as want:
+    with torch.no_grad(), collision_reader(model, hidden_layers=(1,)) as want:
         model(input_ids=ids, attention_mask=mask)
     model.train()
     model.activation_checkpointing_enable()
-    with torch.set_grad_enabled(not no_grad), ComputationReader(model, hidden_layers=(1,)) as got:
+    with (
+        torch.set_grad_enabled(not no_grad),
+        collision_reader(model, hidden_layers=(1,)) as got,
+    ):
         loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
         if not no_grad:
             loss.backward()
@@ -280,7 +314,7 @@ def test_flex_attention_is_read_from_its_functions(name, build, padded, monkeypa
 def test_paged_attention_is_refused_by_name(build):
     model = build("llama")
     model.config._attn_implementation_internal = "paged|sdpa"
-    with pytest.raises(UnreadableModelError, match=r"paged.*sdpa"), ComputationReader(model):
+    with pytest.raises(UnreadableModelError, match=r"paged.*sdpa"), collision_reader(model):
         pass
 
 
@@ -293,7 +327,7 @@ def test_no_attention_matrix_and_sdpa_stays_sdpa(build, padded, monkeypatch):
     )
     monkeypatch.setattr(registry, "eager_function", lambda cls: pytest.fail("eager attention ran"))
     model = build("llama")
-    with torch.no_grad(), ComputationReader(model, layers="all"):
+    with torch.no_grad(), collision_reader(model, layers="all"):
         output = model(input_ids=ids, attention_mask=mask)
     assert len(calls) == 2 and output.attentions is None and model.config._attn_implementation == "sdpa"
 
@@ -303,7 +337,11 @@ def test_autocast_does_not_coarsen_the_statistics(build, padded):
     ids, mask = padded
     model = build("llama")
     seen = []
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), ComputationReader(model, layers=(0,)) as reader:
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        collision_reader(model, layers=(0,)) as reader,
+    ):
         observe = reader._listener.observe
         reader._listener.observe = lambda *a: seen.append(a[2:4]) or observe(*a)
         model(input_ids=ids, attention_mask=mask)
@@ -329,24 +367,27 @@ def test_misuse_says_what_to_do(build, padded):
         with pytest.raises(ConfigError, match=match):
             ComputationReader(model, **options)
     with pytest.raises(UnreadableModelError, match=r"layers \[5\]"):
-        ComputationReader(model, layers=(0, 5))
+        collision_reader(model, layers=(0, 5))
     with pytest.raises(UnreadableModelError, match="no Transformers model"):
-        ComputationReader(nn.Linear(2, 2))
-    reader = ComputationReader(model, positions=slice(-21, -1))
+        collision_reader(nn.Linear(2, 2))
+    reader = collision_reader(model, positions=slice(-21, -1))
     with pytest.raises(EvidenceError, match="inside"):
         reader.statistic("collision")
     with pytest.raises(EvidenceError, match="not within a sequence of 20"), reader, torch.no_grad():
         model(input_ids=ids, attention_mask=mask)
     with pytest.raises(ConfigError, match="collision"):
         reader.statistic("entropy")
-    with ComputationReader(model, heads=(7,)), pytest.raises(ConfigError, match="heads 0 to 3"):
+    with (
+        collision_reader(model, heads=(7,)),
+        pytest.raises(ConfigError, match="heads 0 to 3"),
+    ):
         model(input_ids=ids, attention_mask=mask)
 
 
 def test_a_reader_can_be_used_again_but_not_twice_at_once(build, padded):
     ids, mask = padded
     model = build("llama")
-    reader = ComputationReader(model)
+    reader = collision_reader(model)
     for _ in range(2):
         with torch.no_grad(), reader:
             model(input_ids=ids, attention_mask=mask)

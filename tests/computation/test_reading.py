@@ -103,8 +103,8 @@ def test_scores_and_hidden_states_are_those_of_a_plain_forward(build):
 def test_statistic_is_the_mean_of_routing_at_the_emitting_position(build):
     model = build("llama", num_hidden_layers=3)
     ids, mask, tokens = layout(6, 7, [0])
-    read = read_computation(model, ids, mask, tokens, layers="all", heads=(0, 3))
-    with torch.no_grad(), ComputationReader(model, layers="all") as reader:
+    read = read_computation(model, ids, mask, tokens, statistic="collision", layers="all", heads=(0, 3))
+    with torch.no_grad(), ComputationReader(model, statistics=("collision",), layers="all") as reader:
         model(input_ids=ids)
     assert read.layers == (0, 1, 2) and read.routing.shape == (1, 7, 3, 2)
     torch.testing.assert_close(read.routing, reader.statistic("collision")[:, 5:-1][..., [0, 3]])
@@ -117,7 +117,7 @@ def test_named_statistics_by_their_definitions(build):
     rows = layout(6, 7)
     read = {name: read_computation(model, *rows, statistic=OWN.get(name, name), layers="all") for name in DENSE}
     assert torch.equal(read["output_entropy"].statistic, read["collision"].entropies)
-    assert torch.equal(read["output_entropy"].routing, read["collision"].routing)
+    assert torch.equal(read["output_entropy"].routing, read["whole_effective_keys"].routing)
     assert torch.equal(read["sink_mass"].statistic, read["collision"].sink_mass)
     mask, n = read["entropy"].mask, read["entropy"].visible_keys - 1
     ratio = read["entropy"].routing / n.clamp_min(2).log()[..., None, None]
@@ -199,7 +199,7 @@ def test_models_without_readable_attention_give_the_rest(build):
 @pytest.mark.parametrize("statistic", ROUTER_STATISTICS)
 def test_statistics_of_routers_stand_beside_the_attention(statistic, build):
     model = build("qwen3_moe", num_hidden_layers=3)
-    assert require_readable(model.config, routers=True) == (1,) and require_readable(model, layers="all") == (0, 1, 2)
+    assert require_readable(model.config, routers=True) == (2,) and require_readable(model, layers="all") == (0, 1, 2)
     ids, mask, tokens = layout(6, 7, [0])
     read = read_computation(model, ids, mask, tokens, statistic=statistic, layers=(0, 1), routed_width=2)
     with torch.no_grad(), ComputationReader(model, statistics=(statistic,), layers=(0, 1)) as reader:
@@ -326,7 +326,7 @@ def test_the_first_position_of_a_sequence_has_no_change(build):
             model, ids[:, start:], (ids != 0)[:, start:], 2, statistic="hidden_change", layers="all"
         )
         assert read.statistic[0, 0] == 0 and read.statistic[0, 1] > 0
-        assert (read.routing[0, 0] == 0).all() and (read.sink_mass[0, 0] - 1).abs() < 1e-6
+        assert (read.routing[0, 0] == 1).all() and (read.sink_mass[0, 0] - 1).abs() < 1e-6  # one key, the sink
 
 
 def test_statistics_of_one_s_own_are_named_by_module_and_attribute(tmp_path, monkeypatch):

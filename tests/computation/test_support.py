@@ -44,7 +44,7 @@ def test_ordinary_models_are_readable_in_every_layer(name, config_of, build):
     assert readable_layers(config_of(name)) == [0, 1]
     model = build(name, "eager")
     assert readable_layers(model) == [0, 1]
-    assert require_readable(model) == (0, 1) and require_readable(config_of(name), layers=(1,)) == (1,)
+    assert require_readable(model) == (1,) and require_readable(config_of(name), layers="middle") == (0, 1)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -60,7 +60,7 @@ def test_hybrids_show_their_softmax_layers(name, config_of):
 def test_a_hybrid_is_read_where_it_attends(build, padded):
     ids, mask = padded
     model = build("jamba", **HYBRIDS["jamba"][0])
-    with torch.no_grad(), ComputationReader(model, layers="all") as reader:
+    with torch.no_grad(), ComputationReader(model, statistics=("collision",), layers="all") as reader:
         model(input_ids=ids, attention_mask=mask, use_cache=False)
     assert reader.layers == (1,) and reader.statistic("collision").shape == (4, 20, 1, 4)
 
@@ -91,7 +91,7 @@ def test_unreadable_models_are_refused_before_weights_exist(name, changes, reaso
 
 def test_the_choice_of_layers_is_checked(config_of):
     config = config_of("llama", num_hidden_layers=6)
-    assert require_readable(config) == (2, 3) and require_readable(config, layers=(4, 0, 4)) == (0, 4)
+    assert require_readable(config) == (4, 5) and require_readable(config, layers=(4, 0, 4)) == (0, 4)
     with pytest.raises(UnreadableModelError, match=r"layers \[-1, 6\].*layers 0 to 5"):
         require_readable(config, layers=(-1, 2, 6))
     with pytest.raises(ConfigError, match="integers"):

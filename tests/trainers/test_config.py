@@ -5,6 +5,7 @@ import math
 import pytest
 
 from comppo import CompPOConfig
+from comppo.computation import DEFAULT_STATISTIC
 from comppo.errors import ConfigError
 
 
@@ -30,7 +31,7 @@ from comppo.errors import ConfigError
         ({"gate_statistic": "no_such_module_here:x"}, "gate_statistic='no_such_module_here:x': importing module"),
         ({"gate_statistic": "math:tau"}, "gate_statistic='math:tau' is a float"),
         ({"gate_statistic": len}, "gate_statistic=<built-in function len> cannot be recorded"),
-        ({"gate_layers": "first"}, "gate_layers='first'"),
+        ({"gate_layers": "upper"}, "gate_layers='upper'"),
         ({"gate_control": "random"}, "gate_control='random'.*shuffled"),
         ({"critic": "huge"}, "critic='huge'"),
         ({"critic_features": ["smell"]}, "smell"),
@@ -58,8 +59,8 @@ NONE, ATTENTION, ROUTERS, BOTH = (False, False), (True, False), (False, True), (
 @pytest.mark.parametrize(
     ("changes", "needs", "statistic", "hidden_layers"),
     [
-        ({}, ATTENTION, "collision", (-1,)),
-        (LEAN, ATTENTION, "collision", ()),
+        ({}, ATTENTION, DEFAULT_STATISTIC, (-1,)),
+        (LEAN, ATTENTION, DEFAULT_STATISTIC, ()),
         (LEAN | {"gate_statistic": "distance"}, ATTENTION, "distance", ()),
         (LEAN | {"gate_statistic": "router_entropy"}, ROUTERS, "router_entropy", ()),
         ({"gate_statistic": "router_entropy"}, BOTH, "router_entropy", (-1,)),
@@ -82,7 +83,7 @@ NONE, ATTENTION, ROUTERS, BOTH = (False, False), (True, False), (False, True), (
             "router_entropy",
             (),
         ),
-        ({"operator": "redistribute", "redistribution": "statistic"}, ATTENTION, "collision", ()),
+        ({"operator": "redistribute", "redistribution": "statistic"}, ATTENTION, DEFAULT_STATISTIC, ()),
         (
             {"operator": "prefix_tree", "negative_redistribution": "statistic", "gate_statistic": "router_top_k_mass"},
             ROUTERS,
@@ -101,6 +102,15 @@ def test_no_more_is_read_than_is_looked_at(changes, needs, statistic, hidden_lay
         "sink_tokens": 1,
         "hidden_layers": hidden_layers,
     }
+
+
+def test_concentrated_computation_keeps_more_unless_told_otherwise(tmp_path):
+    def sharpness(**changes):
+        return CompPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes).gate_config().sharpness
+
+    assert sharpness() == sharpness(gate_statistic="entropy") == sharpness(gate_statistic="router_entropy") == -1
+    assert sharpness(gate_statistic="collision") == sharpness(gate_statistic="concentration") == 1
+    assert sharpness(gate_statistic="entropy", gate_sharpness=2.0) == 2
 
 
 def test_the_fields_of_trl_keep_their_meaning(tmp_path):

@@ -64,7 +64,8 @@ def test_default_is_horizons_in_response_lengths():
     """Every gate of a row of n tokens lies in [exp(-2/n), 1], and the batch mean is that of exp(-1/(4n))."""
     mask = torch.arange(400) < torch.tensor([[400], [10]])
     statistic = torch.randn(2, 400, dtype=F64)
-    gates = gate_from_statistic(statistic, mask, GateConfig(), visible_keys=keys_of(mask))
+    config = GateConfig(residualize="log_keys_position")
+    gates = gate_from_statistic(statistic, mask, config, visible_keys=keys_of(mask))
     for row, n in ((0, 400), (1, 10)):
         assert math.exp(-2 / n) <= float(gates[row, :n].min()) and float(gates[row, :n].max()) <= 1
     mean = (400 * math.exp(-1 / 1600) + 10 * math.exp(-1 / 40)) / 410
@@ -159,7 +160,7 @@ def test_a_trend_in_keys_and_position_is_removed(residualize):
     assert not torch.allclose(left, plain, atol=1e-3)  # log keys alone do not remove the position here
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, GateConfig()])
+@pytest.mark.parametrize("config", [*CONFIGS, GateConfig(residualize="log_keys_position")])
 def test_shards_give_what_the_whole_batch_gives(make_rollout, config):
     """Two threads stand for two processes; their reduce waits for both and sums."""
     rollout = make_rollout(11, 5, 40)
@@ -220,9 +221,9 @@ def test_config_errors(settings_, message):
 def test_evidence_errors():
     mask, statistic = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 4)
     with pytest.raises(EvidenceError, match="needs visible_keys, which is None"):
-        gate_from_statistic(statistic, mask, GateConfig())
+        gate_from_statistic(statistic, mask, GateConfig(residualize="log_keys_position"))
     with pytest.raises(EvidenceError, match="visible_keys holds 0"):
-        gate_from_statistic(statistic, mask, GateConfig(), visible_keys=torch.arange(4)[None])
+        gate_from_statistic(statistic, mask, GateConfig(residualize="log_keys"), visible_keys=torch.arange(4)[None])
     statistic[0, 2] = math.nan
     with pytest.raises(EvidenceError, match=r"statistic holds nan at index \[0, 2\]"):
         standardize(statistic, mask)

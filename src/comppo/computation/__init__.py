@@ -7,12 +7,23 @@ from comppo.computation.reading import STATISTICS, Computation, evaluation_mode,
 from comppo.computation.router import ROUTER_STATISTICS
 from comppo.computation.scoring import score_plainly, token_scores
 from comppo.computation.statistics import attention_statistics
-from comppo.computation.summaries import ATTENTION_STATISTICS, TOKEN_STATISTICS, AttentionStatistic, concentration
-from comppo.computation.support import readable_layers, require_readable
+from comppo.computation.summaries import (
+    ATTENTION_STATISTICS,
+    DEFAULT_STATISTIC,
+    DIFFUSE_STATISTICS,
+    TOKEN_STATISTICS,
+    AttentionStatistic,
+    concentration,
+)
+from comppo.computation.support import DEFAULT_LAYERS, LAYER_NAMES, readable_layers, require_readable
 from comppo.computation.user_statistics import load_statistic
 
 __all__ = [
     "ATTENTION_STATISTICS",
+    "DEFAULT_LAYERS",
+    "DEFAULT_STATISTIC",
+    "DIFFUSE_STATISTICS",
+    "LAYER_NAMES",
     "ROUTER_STATISTICS",
     "STATISTICS",
     "TOKEN_STATISTICS",

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from comppo.computation.listener import Listener, Plan
 from comppo.computation.router import ROUTER_STATISTICS
-from comppo.computation.summaries import AttentionStatistic, chosen_statistics, name_of
-from comppo.computation.support import Layers, choose_layers, choose_routers, map_model
+from comppo.computation.summaries import DEFAULT_STATISTIC, AttentionStatistic, chosen_statistics, name_of
+from comppo.computation.support import DEFAULT_LAYERS, Layers, choose_layers, choose_routers, map_model
 from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 
 Heads = str | Sequence[int] | None
@@ -53,8 +53,8 @@ class ComputationReader:
         self,
         model: nn.Module,
         *,
-        statistics: Sequence[str | AttentionStatistic] = ("collision",),
-        layers: Layers = "middle",
+        statistics: Sequence[str | AttentionStatistic] = (DEFAULT_STATISTIC,),
+        layers: Layers = DEFAULT_LAYERS,
         heads: Heads = None,
         sink_tokens: int = 1,
         positions: slice | None = None,
@@ -67,9 +67,9 @@ class ComputationReader:
             model: a causal language model of Transformers, wrapped or not.
             statistics: names from `ATTENTION_STATISTICS` (of which "sink_mass" is always read), names from
                 `ROUTER_STATISTICS`, or statistics of your own.
-            layers: "middle" (the middle third of the layers with readable attention), "all" of them, or a sequence of
-                `layer_idx` (an empty one reads no attention). Routers are read in those of these layers that have one;
-                "middle" is then the middle third of those.
+            layers: the "first", "middle" or "last" third of the layers with readable attention, "all" of them, or a
+                sequence of `layer_idx` (an empty one reads no attention). Routers are read in those of these layers
+                that have one; a third is then one of those.
             heads: None keeps every head, "mean" averages them, a sequence of head numbers keeps these.
             sink_tokens: leading keys of each sequence that count as attention sink; 0 for none.
             positions: positions of each sequence to read, without a step; None reads every one. Ends below 0 count

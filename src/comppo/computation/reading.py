@@ -15,12 +15,13 @@ from comppo.computation.router import ROUTER_STATISTICS
 from comppo.computation.scoring import Score, score_plainly
 from comppo.computation.summaries import (
     ATTENTION_STATISTICS,
+    DEFAULT_STATISTIC,
     TOKEN_STATISTICS,
     AttentionStatistic,
     check_statistic,
     name_of,
 )
-from comppo.computation.support import Layers, readable_layers
+from comppo.computation.support import DEFAULT_LAYERS, Layers, readable_layers
 from comppo.errors import ConfigError, EvidenceError
 
 STATISTICS: tuple[str, ...] = (*ATTENTION_STATISTICS, *ROUTER_STATISTICS, *TOKEN_STATISTICS)
@@ -37,7 +38,7 @@ class Computation:
     statistic: Float[Tensor, "rows tokens"]
     """The chosen statistic; those of attention and of routers are averaged over each layer's heads, then layers."""
     routing: Float[Tensor, "rows tokens layers heads"]
-    """The statistic in each layer and head; collision where the statistic is not one of attention."""
+    """The statistic in each layer and head; the default statistic where it is not one of attention."""
     routed: Float[Tensor, "rows tokens layers summary"]
     """What attention reads of earlier positions, as `ComputationReader.routed`; no columns unless asked for."""
     sink_mass: Float[Tensor, "rows tokens"]
@@ -57,7 +58,7 @@ class Computation:
 
 
 Statistic = str | AttentionStatistic | Callable[[Computation], Tensor]
-"""A name from `STATISTICS`, a function of attention rows, or one of the computation (its `statistic` being collision)
+"""A name from `STATISTICS`, a function of attention rows, or one of the computation (its `statistic` being the default)
 to (rows, tokens).
 
 A function that looks at `logps` knows the token that is emitted: it may weigh credit, but a gate or a critic made from
@@ -83,8 +84,8 @@ def read_computation(
     attention_mask: Shaped[Tensor, "rows positions"],
     completion_length: int,
     *,
-    statistic: Statistic = "collision",
-    layers: Layers = "middle",
+    statistic: Statistic = DEFAULT_STATISTIC,
+    layers: Layers = DEFAULT_LAYERS,
     heads: Heads = None,
     router_layers: Layers | None = None,
     sink_tokens: int = 1,
@@ -104,8 +105,8 @@ def read_computation(
         attention_mask: 1 or true where a token is real. Padding may stand on either side, not between real tokens.
         completion_length: C, at least 1 and less than the number of columns.
         statistic: a name from `STATISTICS`, an `AttentionStatistic`, or a callable of `Computation`.
-        layers: "middle", "all" or `layer_idx` numbers; () reads no attention and needs a statistic without it. With a
-            statistic of routers, "middle" and "all" mean what can be read: `routing` is empty, as for (), where the
+        layers: a third, "all" or `layer_idx` numbers; () reads no attention and needs a statistic without it. With a
+            statistic of routers, names mean what can be read: `routing` is empty, as for (), where the
             model has no readable attention.
         heads: None (all), "mean" or head numbers.
         router_layers: where a statistic of routers is read, as `layers` of `ComputationReader` says; None takes
@@ -132,7 +133,7 @@ def read_computation(
         check_statistic(statistic, STATISTICS)
     elif not isinstance(statistic, AttentionStatistic) and not callable(statistic):
         raise ConfigError(f"statistic={statistic!r}: pass one of {', '.join(STATISTICS)}, or a callable.")
-    shown = statistic if of_attention(statistic) else "collision"
+    shown = statistic if of_attention(statistic) else DEFAULT_STATISTIC
     positions, routers = emitting_positions(completion_length), None
     if of_routers(statistic):
         # A reader of its own: routers and attention may be read in different layers.

@@ -1,7 +1,7 @@
 """The statistics of attention rows that can be asked for by name, and how a user brings their own."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -58,22 +58,46 @@ def effective_keys(rows: AttentionStatistics) -> Tensor:
     return torch.where(some, 1.0 / torch.where(some, rows.rest_collision, 1.0), 0.0)
 
 
-ATTENTION_STATISTICS: Mapping[str, AttentionStatistic] = MappingProxyType(
-    {
-        statistic.name: statistic
-        for statistic in (
-            AttentionStatistic("collision", lambda rows: rows.rest_collision, entropy=False, distance=False),
-            AttentionStatistic("effective_keys", effective_keys, entropy=False, distance=False),
-            AttentionStatistic("entropy", _entropy, distance=False),
-            AttentionStatistic("normalised_entropy", normalised_entropy, distance=False),
-            AttentionStatistic("concentration", concentration, distance=False),
-            AttentionStatistic("maximum", lambda rows: rows.rest_maximum, entropy=False, distance=False),
-            AttentionStatistic("sink_mass", lambda rows: rows.sink_mass, entropy=False, distance=False),
-            AttentionStatistic("distance", _distance, entropy=False),
-        )
-    }
+_BY_REST = (
+    AttentionStatistic("collision", lambda rows: rows.rest_collision, entropy=False, distance=False),
+    AttentionStatistic("effective_keys", effective_keys, entropy=False, distance=False),
+    AttentionStatistic("entropy", _entropy, distance=False),
+    AttentionStatistic("normalised_entropy", normalised_entropy, distance=False),
+    AttentionStatistic("concentration", concentration, distance=False),
+    AttentionStatistic("maximum", lambda rows: rows.rest_maximum, entropy=False, distance=False),
+    AttentionStatistic("distance", _distance, entropy=False),
 )
-"""Reductions of attention rows without their sinks, renormalised; `sink_tokens=0` takes the whole row."""
+_SINK_MASS = AttentionStatistic("sink_mass", lambda rows: rows.sink_mass, entropy=False, distance=False)
+
+
+def _of_whole_rows(statistic: AttentionStatistic) -> AttentionStatistic:
+    """The same of rows with their sinks."""
+
+    def compute(rows: AttentionStatistics) -> Tensor:
+        whole = replace(
+            rows,
+            rest_collision=rows.collision,
+            rest_maximum=rows.maximum,
+            rest_visible_keys=rows.visible_keys,
+            rest_entropy=rows.entropy,
+            rest_distance=rows.distance,
+        )
+        return statistic.compute(whole)
+
+    return replace(statistic, name=f"whole_{statistic.name}", compute=compute)
+
+
+ATTENTION_STATISTICS: Mapping[str, AttentionStatistic] = MappingProxyType(
+    {s.name: s for s in (*_BY_REST, _SINK_MASS, *map(_of_whole_rows, _BY_REST))}
+)
+"""Reductions of attention rows without their sinks, renormalised; those named "whole_..." are of rows with them."""
+
+DEFAULT_STATISTIC = "whole_effective_keys"
+"""Chosen by `studies/reading_defaults.py`, as `DEFAULT_LAYERS` was: docs/reading.md has the figures."""
+
+_DIFFUSE = ("effective_keys", "entropy", "normalised_entropy", "distance")
+DIFFUSE_STATISTICS = frozenset((*_DIFFUSE, *(f"whole_{name}" for name in _DIFFUSE), "output_entropy", "router_entropy"))
+"""Those that are high where computation is spread out, and low where it is concentrated."""
 
 TOKEN_STATISTICS: tuple[str, ...] = ("output_entropy", "hidden_change")
 """Statistics that need no attention: entropy of the output distribution (nats), and the norm of the change of the

@@ -20,7 +20,12 @@ from comppo.errors import ConfigError, UnreadableModelError
 logger = logging.getLogger(__name__)
 
 Layers = str | Sequence[int]
-"""Which layers: "middle" (middle third of the readable ones), "all" of these, or `layer_idx` numbers (perhaps none)."""
+"""Which layers: the "first", "middle" or "last" third of the readable ones, "all" of these, or `layer_idx` numbers
+(perhaps none)."""
+
+LAYER_NAMES = ("first", "middle", "last", "all")
+DEFAULT_LAYERS = "last"
+"""See `DEFAULT_STATISTIC`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,7 +69,7 @@ def readable_layers(model_or_config: Any) -> list[int]:
 def require_readable(
     config_or_model: Any,
     *,
-    layers: Layers = "middle",
+    layers: Layers = DEFAULT_LAYERS,
     attn_implementation: str | Mapping[str, str] | None = None,
     routers: bool = False,
 ) -> tuple[int, ...] | None:
@@ -72,7 +77,7 @@ def require_readable(
 
     Args:
         config_or_model: as in `readable_layers`.
-        layers: "middle", "all" or a sequence of `layer_idx`.
+        layers: one of `LAYER_NAMES`, or a sequence of `layer_idx`.
         attn_implementation: the attention that the model will be loaded with, as in `from_pretrained`; None for that
             of `config_or_model`.
         routers: check the routers of mixture-of-experts layers instead of attention, as `choose_routers` says.
@@ -219,8 +224,9 @@ def _layer_index(module: nn.Module, position: int) -> int:
 def check_layers(layers: Layers) -> None:
     """Raise ConfigError where `layers` is neither a known name nor a sequence of integers."""
     if isinstance(layers, str):
-        if layers not in ("middle", "all"):
-            raise ConfigError(f'layers={layers!r} is unknown: pass "middle", "all" or a sequence of layer numbers.')
+        if layers not in LAYER_NAMES:
+            names = ", ".join(f'"{name}"' for name in LAYER_NAMES)
+            raise ConfigError(f"layers={layers!r} is unknown: pass {names} or a sequence of layer numbers.")
     elif not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
         raise ConfigError(f"layers={layers!r}: layer numbers are integers.")
 
@@ -232,8 +238,7 @@ def choose_layers(found: ModelMap, layers: Layers) -> tuple[int, ...]:
     if isinstance(layers, str):
         if not readable:
             raise UnreadableModelError(f"No layer can be read: {_explain(found, found.why_not)}.{_REMEDY}")
-        third = len(readable) // 3
-        return tuple(readable if layers == "all" else readable[third : len(readable) - third])
+        return tuple(_part(readable, layers))
     chosen = sorted(set(layers))
     missing = [i for i in chosen if i not in found.attention]
     if missing:
@@ -244,13 +249,21 @@ def choose_layers(found: ModelMap, layers: Layers) -> tuple[int, ...]:
     return tuple(chosen)
 
 
+def _part(readable: list[int], name: str) -> list[int]:
+    """One of `LAYER_NAMES` of ascending layers: at least one layer where there is any."""
+    n, third = len(readable), len(readable) // 3
+    parts = {"first": (0, max(third, 1)), "middle": (third, n - third), "last": (n - max(third, 1), n), "all": (0, n)}
+    start, stop = parts[name]
+    return readable[max(start, 0) : stop]
+
+
 def choose_routers(found: ModelMap, layers: Layers) -> dict[int, Router]:
     """The routers to read, by position of their layer, ascending.
 
     Args:
         found: where the parts of the model are.
-        layers: "middle" is the middle third of the layers with a router; "all" of them; or layer numbers, of which
-            those without a router are passed over.
+        layers: a third of the layers with a router, or "all" of them; or layer numbers, of which those without a router
+            are passed over.
 
     Returns:
         At least one.
@@ -261,11 +274,7 @@ def choose_routers(found: ModelMap, layers: Layers) -> dict[int, Router]:
     """
     check_layers(layers)
     routers = find_routers(found.decoder, found.layers)
-    third = len(routers) // 3
-    wanted = layers
-    if isinstance(layers, str):
-        readable = sorted(routers)
-        wanted = readable if layers == "all" else readable[third : len(readable) - third]
+    wanted = _part(sorted(routers), layers) if isinstance(layers, str) else layers
     chosen = {i: routers[i] for i in sorted(routers) if i in wanted}
     if not chosen:
         reasons = why_no_router(found.decoder, found.layers)

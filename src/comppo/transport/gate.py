@@ -43,10 +43,10 @@ class GateConfig:
     """Greatest share. Horizon up to infinity (nothing is lost), or coefficient in [reference, 1]."""
     sharpness: float = 1.0
     """Slope of sigmoid(sharpness * z + offset). Unitless; 0 is a constant gate, below 0 turns the direction."""
-    residualize: Residualize = "log_keys_position"
-    """What is removed from the statistic by least squares: the log of the number of visible keys ("log_keys"), the
-    "position" in the response, "none", or by default log keys and log(1 + position) together: where prompts differ in
-    length, log keys alone leave the position in (docs/reading.md)."""
+    residualize: Residualize = "position"
+    """What is removed from the statistic by least squares: the "position" in the response, the log of the number of
+    visible keys ("log_keys", which leaves the position in where prompts differ in length), the latter and
+    log(1 + position) together ("log_keys_position"), or "none". docs/reading.md has figures."""
 
     def __post_init__(self) -> None:
         require_choice("unit", self.unit, UNITS)

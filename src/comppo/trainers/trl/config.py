@@ -10,7 +10,15 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from comppo.computation import ROUTER_STATISTICS, STATISTICS, TOKEN_STATISTICS
+from comppo.computation import (
+    DEFAULT_LAYERS,
+    DEFAULT_STATISTIC,
+    DIFFUSE_STATISTICS,
+    LAYER_NAMES,
+    ROUTER_STATISTICS,
+    STATISTICS,
+    TOKEN_STATISTICS,
+)
 from comppo.computation.reading import Statistic, of_attention
 from comppo.computation.user_statistics import load_statistic
 from comppo.critic import CriticConfig
@@ -99,14 +107,15 @@ class CompPOConfig(GRPOConfig):
     )
 
     gate_statistic: str = field(
-        default="collision",
+        default=DEFAULT_STATISTIC,
         metadata={
             "help": f"Statistic of the computation that drives the gate: {', '.join(STATISTICS)}; or module:attribute "
             "for an AttentionStatistic, or a function of the Computation, of your own."
         },
     )
     gate_layers: str = field(
-        default="middle", metadata={"help": "Layers that are read: middle (third), all, or indices such as 3,4,5."}
+        default=DEFAULT_LAYERS,
+        metadata={"help": "Layers that are read: first, middle, last (third), all, or indices such as 3,4,5."},
     )
     gate_sink_tokens: int = field(default=1, metadata={"help": "First keys left out of the statistic."})
     gate_minimum: float = field(default=0.5, metadata={"help": "Least retention, in gate_unit."})
@@ -118,14 +127,19 @@ class CompPOConfig(GRPOConfig):
             "help": "Unit of the three bounds: credit horizons in response_lengths or tokens, or plain coefficients."
         },
     )
-    gate_sharpness: float = field(
-        default=1.0, metadata={"help": "Slope of the gate against the standardised statistic; 0 is a constant gate."}
+    gate_sharpness: float | None = field(
+        default=None,
+        metadata={
+            "help": "Slope of the gate against the standardised statistic; 0 is a constant gate, below 0 a high "
+            "statistic keeps less. If not given, concentrated computation keeps more: -1 for statistics that are high "
+            "where it is spread out (effective keys, entropies, distance), else 1."
+        },
     )
     gate_residualize: str = field(
-        default="log_keys_position",
+        default="position",
         metadata={
-            "help": "What is regressed out of the statistic within the batch: log_keys_position (both logs together), "
-            "log_keys, position or none."
+            "help": "What is regressed out of the statistic within the batch: position (in the response), log_keys, "
+            "log_keys_position (both logs together) or none."
         },
     )
     gate_bootstrap: bool = field(
@@ -279,9 +293,14 @@ class CompPOConfig(GRPOConfig):
                 reference=self.gate_reference,
                 maximum=self.gate_maximum,
                 unit=self.gate_unit,  # type: ignore[arg-type]  # GateConfig checks it
-                sharpness=self.gate_sharpness,
+                sharpness=self._sharpness(),
                 residualize=self.gate_residualize,  # type: ignore[arg-type]
             )
+
+    def _sharpness(self) -> float:
+        if self.gate_sharpness is not None:
+            return self.gate_sharpness
+        return -1.0 if self.gate_statistic in DIFFUSE_STATISTICS else 1.0
 
     def critic_config(self) -> CriticConfig:
         """The critic's part of these settings."""
@@ -379,11 +398,12 @@ class CompPOConfig(GRPOConfig):
 
     def gate_layers_read(self) -> str | tuple[int, ...]:
         """`gate_layers` as the reader takes it; ConfigError where it is neither a name nor a list of indices."""
-        if self.gate_layers in ("middle", "all"):
+        if self.gate_layers in LAYER_NAMES:
             return self.gate_layers
         try:
             return tuple(int(index) for index in self.gate_layers.split(","))
         except ValueError:
             raise ConfigError(
-                f"gate_layers={self.gate_layers!r} is not understood: use 'middle', 'all' or indices such as '3,4,5'."
+                f"gate_layers={self.gate_layers!r} is not understood: use {', '.join(LAYER_NAMES)}, or indices such as "
+                "'3,4,5'."
             ) from None
