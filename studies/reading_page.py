@@ -85,9 +85,9 @@ def _named(record: Record) -> dict[str, Record]:
     if record["chosen"] is not None:
         named["chosen"] = rows[record["chosen"]]
     named["the earlier default"] = place[EARLIER]
-    named["the default now"] = place[NOW]
-    if HALF in place:
-        named["the earlier, half its layers"] = place[HALF]
+    for label, name in (("the default now", NOW), ("the earlier, half its layers", HALF)):
+        if name in place:
+            named[label] = place[name]
     second = record["other_rules"][WITH_ADDED]
     if second not in (None, record["chosen"]):
         named["chosen if log n and place together were a candidate"] = rows[second]
