@@ -2,27 +2,14 @@
 
 import platform
 import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import comppo
+from comppo.computation.cost import peak_bytes
 
-
-def peak_bytes(side: Callable[[], Any]) -> int:
-    """Highest running sum of the allocator's events during `side`, results included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = side()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    del result
-    running = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        running += event.nbytes()
-        peak = max(peak, running)
-    return peak
+__all__ = ["age_allocator", "comppo_version", "peak_bytes", "processor", "spread"]
 
 
 def spread(numbers: list[float]) -> dict[str, float]:

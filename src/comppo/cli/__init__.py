@@ -10,6 +10,7 @@ from comppo.errors import ComppoError
 COMMANDS = {
     "quickstart": "Train the bundled model with CompPO and GRPO and compare them, in minutes on a CPU.",
     "train": "Train a causal language model with CompPO.",
+    "check-model": "Say what can be read of a model, how exactly, and at what cost.",
 }
 
 
@@ -24,7 +25,7 @@ class LazyGroup(click.Group):
         """The command of that name, or None."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"comppo.cli.{cmd_name}").command
+        command: click.Command = import_module(f"comppo.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
