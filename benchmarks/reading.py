@@ -8,12 +8,13 @@ order; time is this process's CPU time, and ratios are taken within a round.
 
 - plain: forward under sdpa.
 - eager: `output_attentions=True` under eager attention, and the sink-excluded collision from its matrices.
-- all_layers: the same from `ComputationReader(layers="all")` under sdpa.
+- all_layers: the same from `ComputationReader(statistics=("collision",), layers="all")` under sdpa.
 - default: `ComputationReader` with its default settings.
 
 First the statistics are compared, eager against all_layers; nothing is timed if they differ. Eager attention at 8192
 tokens needs 2.4 GB per layer and as much again for a while, so there the model has three layers, of which the default
-reads one. Peak memory is the highest running sum of what torch allocates during one forward, its results included.
+reads one. Peak memory is that of the model's weights and the highest running sum of what torch allocates during one
+forward, results included; `working_mb` leaves the weights out.
 """
 
 import json
@@ -29,7 +30,7 @@ import torch
 from measure import age_allocator, comppo_version, peak_bytes, processor, spread
 from torch import Tensor
 
-from comppo.computation import ComputationReader
+from comppo.computation import DEFAULT_STATISTIC, ComputationReader
 
 LENGTHS = "512:30,2048:30,8192:3"
 MODES = ("plain", "eager", "all_layers", "default")
@@ -54,8 +55,8 @@ def make_model(layers: int, implementation: str) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def sides(tokens: int, layers: int, modes: list[str]) -> dict[str, Callable[[], Any]]:
-    """One callable per mode; each returns what it read, (tokens, layers)."""
+def sides(tokens: int, layers: int, modes: list[str]) -> tuple[dict[str, Callable[[], Any]], int]:
+    """One callable per mode, each of which returns what it read, (tokens, layers); and the bytes of the weights."""
     model = make_model(layers, "sdpa")
     eager = make_model(layers, "eager") if "eager" in modes else None
     ids = torch.randint(3, 49000, (1, tokens), generator=torch.Generator().manual_seed(1))
@@ -72,17 +73,18 @@ def sides(tokens: int, layers: int, modes: list[str]) -> dict[str, Callable[[], 
         def read() -> Tensor:
             with ComputationReader(model, **settings) as reader:
                 model(**inputs)
-            return reader.statistic("collision").mean(-1)[0]
+            return reader.statistic(settings.get("statistics", (DEFAULT_STATISTIC,))[0]).mean(-1)[0]
 
         return read
 
     every: dict[str, Callable[[], Any]] = {
         "plain": lambda: model(**inputs),
         "eager": from_matrices,
-        "all_layers": reading(layers="all"),
+        "all_layers": reading(statistics=("collision",), layers="all"),
         "default": reading(),
     }
-    return {mode: every[mode] for mode in modes}
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return {mode: every[mode] for mode in modes}, weights
 
 
 def check_answers(run: dict[str, Callable[[], Any]]) -> None:
@@ -95,7 +97,7 @@ def check_answers(run: dict[str, Callable[[], Any]]) -> None:
 
 @torch.no_grad()
 def measure(tokens: int, layers: int, modes: list[str], rounds: int) -> list[dict[str, Any]]:
-    run = sides(tokens, layers, modes)
+    run, weights = sides(tokens, layers, modes)
     check_answers(run)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for turn in range(rounds + 1):
@@ -115,10 +117,12 @@ def measure(tokens: int, layers: int, modes: list[str], rounds: int) -> list[dic
                 "tokens": tokens,
                 "mode": mode,
                 "cpu_s": statistics.median(seconds[mode]),
-                "peak_mb": peaks[mode] / 1e6,
+                "peak_mb": (weights + peaks[mode]) / 1e6,
                 "ratio_to_plain": statistics.median(ratios),
                 "ratio_spread": spread(ratios),
-                "peak_ratio_to_plain": peaks[mode] / peaks["plain"],
+                "peak_ratio_to_plain": (weights + peaks[mode]) / (weights + peaks["plain"]),
+                "working_mb": peaks[mode] / 1e6,
+                "working_ratio_to_plain": peaks[mode] / peaks["plain"],
                 "layers": layers,
                 "rounds": rounds,
                 "threads": torch.get_num_threads(),
@@ -134,7 +138,8 @@ def show(record: dict[str, Any]) -> None:
     print(
         f"  {record['mode']:<10} {record['cpu_s']:8.2f} s  x{record['ratio_to_plain']:.3f} "
         f"(min {ratio['min']:.3f}, max {ratio['max']:.3f})  peak {record['peak_mb']:8.1f} MB  "
-        f"x{record['peak_ratio_to_plain']:.2f}",
+        f"x{record['peak_ratio_to_plain']:.2f}  without weights {record['working_mb']:7.1f} MB  "
+        f"x{record['working_ratio_to_plain']:.2f}",
         flush=True,
     )
 

@@ -305,6 +305,22 @@ def test_a_sink_that_takes_nearly_everything_and_rows_without_keys(build, padded
     assert (single.visible_keys()[1, :7] == 0).all()
 
 
+def test_a_module_that_attends_twice_is_refused_even_where_memory_is_used_again(build, padded):
+    ids, mask = padded
+    model = build("llama")
+    attention = model.model.layers[0].self_attn
+    once = attention.forward
+
+    def twice(hidden_states, **inputs):
+        once(hidden_states=hidden_states, **inputs)
+        return once(hidden_states=hidden_states * 2, **inputs)
+
+    attention.forward = twice
+    for _ in range(20):
+        with pytest.raises(UnreadableModelError, match="attended twice"):
+            read(model, ids, mask, hidden_layers=())
+
+
 def test_statistics_of_the_user_s_own(build, padded):
     ids, mask = padded
     model = build("llama")

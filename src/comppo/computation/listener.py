@@ -3,7 +3,7 @@
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,7 @@ class Listener:
         self._cache: weakref.ref[Any] | None = None
         self._marks: tuple[Tensor | None, Tensor | None] | None = None
         self._features: dict[int, Tensor] = {}
-        self._seen: dict[int, Hashable] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], ...]] = {}
 
     def open(self) -> None:
         """Start anew; ConfigError where it is open already."""
@@ -172,7 +172,7 @@ class Listener:
         self, implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
         """Called after each attention call; reduces its rows if it is one of the chosen layers."""
-        layer = self._begun(module, (query.data_ptr(), key.data_ptr(), query.shape, key.shape))
+        layer = self._begun(module, query, key)
         if layer is None:
             return
         with torch.no_grad():
@@ -199,7 +199,7 @@ class Listener:
 
     def observe_scores(self, module: nn.Module, scores: Tensor) -> None:
         """Called where a model makes its own scores, masks added."""
-        layer = self._begun(module, scores.shape)
+        layer = self._begun(module, scores)
         if layer is None:
             return
         with torch.no_grad():
@@ -207,14 +207,17 @@ class Listener:
             sinks = self._sequences.sinks_of_keys(self.plan.sink_tokens, scores.shape[3])
             self._keep(layer, reduce_scores(scores, sinks=sinks, rows=self._rows, **self._wanted(layer)))
 
-    def _begun(self, module: nn.Module, call: Hashable) -> int | None:
+    def _begun(self, module: nn.Module, *given: Tensor) -> int | None:
         """The layer of a module that is to be read now; the same rows again (differential attention) are not."""
         layer = self._layer_of.get(id(module))
-        if layer is None or self._sequences is None or not self._listens() or self._seen.get(layer) == call:
+        if layer is None or self._sequences is None or not self._listens():
             return None
-        if layer in self._seen:
+        seen = self._seen.get(layer)
+        if seen is not None and all(before() is tensor for before, tensor in zip(seen, given, strict=True)):
+            return None
+        if seen is not None:
             raise UnreadableModelError(f"layer {layer} attended twice in one forward: leave it out of `layers`.")
-        self._seen[layer] = call
+        self._seen[layer] = tuple(weakref.ref(tensor) for tensor in given)  # their memory is soon another tensor's
         return layer
 
     def _wanted(self, layer: int) -> dict[str, Any]:

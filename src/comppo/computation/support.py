@@ -158,7 +158,7 @@ def _factory(config: Any) -> Callable[..., Any] | None:
     """What makes the model that would be loaded: the class that the configuration names, else that of an auto class."""
     import transformers
 
-    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    name = next((name for name in getattr(config, "architectures", None) or () if isinstance(name, str)), "")
     named: Any = getattr(transformers, name, None) if name else None
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     if is_model and named.config_class is type(config) and named.can_generate():
