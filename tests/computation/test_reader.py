@@ -311,6 +311,18 @@ def test_flex_attention_is_read_from_its_functions(name, build, padded, monkeypa
     assert torch.equal(read["flex_attention"].visible_keys()[real], read["eager"].visible_keys()[real])
 
 
+def test_a_single_query_of_flash_attention_has_a_window_too():
+    """A cache without windows keeps every key, and the kernel hides those before the window."""
+    module = nn.Module()
+    module.is_causal = True
+    query, key = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 20, 8)
+    given = {"sinks": None, "documents": None, "rows": slice(0, 1), "past": 19, "cached": True}
+    got = statistics_of_call("flash_attention_2", module, query, key, None, {"sliding_window": 4}, **given)
+    want = statistics_of_call("flash_attention_2", module, query, key[:, :, -4:], None, {}, **given | {"past": 3})
+    assert (got.visible_keys == 4).all()
+    torch.testing.assert_close(got.collision, want.collision)
+
+
 def test_paged_attention_is_refused_by_name(build):
     model = build("llama")
     model.config._attn_implementation_internal = "paged|sdpa"

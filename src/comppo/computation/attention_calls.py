@@ -58,7 +58,9 @@ def statistics_of_call(
     _check_options(implementation, module, options)
     queries, keys, total = query.shape[2], key.shape[2], past + query.shape[2]
     causal = options.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and queries > 1
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    if "flash" not in implementation:  # flash attention's window hides keys from a single query too
+        causal = causal and queries > 1
     window = apart = block_mask = None
     if "flash" in implementation:  # padding is a 2-D mask, the window an argument, documents are told by positions
         window, apart = options.get("sliding_window"), documents
