@@ -185,6 +185,21 @@ def test_generation_is_read_as_it_happens(build, padded):
         model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("start", [1, 2, 5])
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_a_cache_that_the_model_made_itself_grows_like_one_it_was_given(start, as_tuple, build, padded):
+    model, ids = build("llama"), padded[0][:2, :6]
+    settings = {"layers": "all", "statistics": NAMES, "hidden_layers": (1, -1), "routed_width": 3}
+    with torch.no_grad(), ComputationReader(model, **settings) as reader:
+        output = model.model(ids[:, :start], return_dict=not as_tuple)
+        for t in range(start, ids.shape[1]):
+            output = model.model(ids[:, t : t + 1], past_key_values=output[1], return_dict=not as_tuple)
+    whole = read(model, ids, routed_width=3)
+    assert_same(reader, whole)
+    torch.testing.assert_close(reader.routed(), whole.routed(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(reader.hidden_change(), whole.hidden_change(), rtol=0, atol=1e-5)
+
+
 def test_a_cache_that_was_begun_before_makes_rows_of_its_own(build, padded):
     """Two continuations of one cached prompt, in one context."""
     import copy

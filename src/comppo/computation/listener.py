@@ -17,7 +17,7 @@ from comppo.computation.attention_rows import AttentionStatistics
 from comppo.computation.bypass import Bypass
 from comppo.computation.routed import project
 from comppo.computation.router import ROUTER_STATISTICS, Router, RouterHook
-from comppo.computation.sequences import Sequences, cache_of, sequences_of
+from comppo.computation.sequences import Sequences, cache_of, made_cache, sequences_of
 from comppo.computation.statistics import reduce_scores
 from comppo.computation.store import Store
 from comppo.computation.summaries import AttentionStatistic
@@ -98,9 +98,8 @@ class Listener:
                     taker = untraced(self._taker(position, routed))
                     hook = layer.register_forward_pre_hook(taker, with_kwargs=True)
                     stack.callback(hook.remove)
-            if len(model.layers) in plan.hidden_layers:
-                hook = model.decoder.register_forward_hook(untraced(self._take_output))
-                stack.callback(hook.remove)
+            hook = model.decoder.register_forward_hook(untraced(self._end))
+            stack.callback(hook.remove)
             stack.enter_context(self._routers)
             bypassing = [model.attention[i] for i in plan.layers if i in model.bypassing]
             if bypassing:
@@ -165,6 +164,16 @@ class Listener:
         if start >= stop or any(not -length <= end <= length for end in ends):
             raise EvidenceError(f"positions={wanted!r} are not within a sequence of {length} positions.")
         return slice(start, stop)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After each forward of the decoder: take its output, and remember the cache that it made itself."""
+        if not self._listens() or self._sequences is None:
+            return
+        if self._cache is None:
+            cache = made_cache(output)
+            self._cache = None if cache is None else weakref.ref(cache)
+        if len(self.plan.model.layers) in self.plan.hidden_layers:
+            self._take_hidden(len(self.plan.model.layers), output if isinstance(output, Tensor) else output[0])
 
     # Attention ----------------------------------------------------------------------------------------------------
 
@@ -273,10 +282,6 @@ class Listener:
                     self._take_features(routed, hidden)
 
         return take
-
-    def _take_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._listens() and self._sequences is not None:
-            self._take_hidden(len(self.plan.model.layers), output if isinstance(output, Tensor) else output[0])
 
     def _take_hidden(self, index: int, hidden: Tensor) -> None:
         """Keep the read positions, and each one's predecessor for `hidden_change`; copied, to free the rest."""

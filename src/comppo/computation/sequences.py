@@ -1,5 +1,6 @@
 """Where the sequences of a forward pass begin: which keys are sinks, and which rows pack several documents."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,12 @@ def sequences_of(inputs: dict[str, Any]) -> Sequences:
 def cache_of(inputs: dict[str, Any]) -> Any:
     """The cache of keys that a decoder was given, under either of the names that Transformers 5 has had for it."""
     return inputs["cache"] if inputs.get("cache") is not None else inputs.get("past_key_values")
+
+
+def made_cache(output: Any) -> Any:
+    """The cache in what a decoder returned, None where there is none."""
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return next((part for part in parts if hasattr(part, "get_seq_length")), None)
 
 
 def _documents(positions: Any, rows: int, length: int) -> Tensor | None:
