@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from comppo.computation.attention_rows import INVISIBLE, MASKED, AttentionStatistics
 from comppo.computation.sequences import over_keys
-from comppo.computation.statistics import attention_statistics
+from comppo.computation.statistics import attention_statistics, reduce_scores
 from comppo.computation.support import check_implementation
 from comppo.errors import UnreadableModelError
 
@@ -100,9 +100,43 @@ def statistics_of_call(
         distance=distance,
         block_mask=block_mask,
     )
-    # A static cache has room after the queries, which were taken to stand at its end.
-    room = keys - queries - min(past, keys - queries)
-    return stats if not (distance and room) else _nearer(stats, room)
+    return _placed(stats, queries, keys, past)
+
+
+def statistics_of_scores(
+    scores: Tensor,
+    *,
+    sinks: Tensor | None,
+    rows: slice,
+    past: int = 0,
+    features: Tensor | None = None,
+    entropy: bool = True,
+    distance: bool = False,
+) -> AttentionStatistics:
+    """Statistics of scores that a model made itself.
+
+    Args:
+        scores: (rows, heads, queries, keys), masks added.
+        sinks: (rows, positions), over all positions; as `features`.
+        rows: query positions to reduce.
+        past: positions before the first query, cached ones.
+        features: (rows, positions, features).
+        entropy: whether to compute entropies.
+        distance: whether to compute distances.
+
+    Returns:
+        Of the chosen query positions.
+    """
+    queries, keys = scores.shape[2:]
+    stats = reduce_scores(
+        scores,
+        sinks=None if sinks is None else over_keys(sinks, keys),
+        rows=rows,
+        features=None if features is None else over_keys(features, keys),
+        entropy=entropy,
+        distance=distance,
+    )
+    return _placed(stats, queries, keys, past)
 
 
 def _check_options(implementation: str, module: nn.Module, options: dict[str, Any]) -> None:
@@ -128,9 +162,11 @@ def _with_bias(mask: Any, bias: Tensor | None, keys: int) -> Any:
     return bias.masked_fill(~mask, MASKED) if mask.dtype == torch.bool else mask + bias
 
 
-def _nearer(stats: AttentionStatistics, room: int) -> AttentionStatistics:
-    """The same with queries that stand `room` positions before where they were taken to stand."""
-    assert stats.distance is not None and stats.rest_distance is not None
+def _placed(stats: AttentionStatistics, queries: int, keys: int, past: int) -> AttentionStatistics:
+    """Distances from where the queries stand: before the room of a static cache, at whose end they were taken to be."""
+    room = keys - queries - min(past, keys - queries)
+    if stats.distance is None or stats.rest_distance is None or not room:
+        return stats
     return replace(
         stats,
         distance=torch.where(stats.visible_keys > 0, stats.distance - room, 0.0),

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from comppo.computation import registry
-from comppo.computation.attention_calls import documents_apart, statistics_of_call
+from comppo.computation.attention_calls import documents_apart, statistics_of_call, statistics_of_scores
 from comppo.computation.attention_rows import AttentionStatistics
 from comppo.computation.bypass import Bypass
 from comppo.computation.routed import project
 from comppo.computation.router import ROUTER_STATISTICS, Router, RouterHook
 from comppo.computation.sequences import Sequences, cache_of, made_cache, sequences_of
-from comppo.computation.statistics import reduce_scores
 from comppo.computation.store import Store
 from comppo.computation.summaries import AttentionStatistic
 from comppo.computation.support import ModelMap, check_implementation
@@ -213,8 +212,13 @@ class Listener:
             return
         with torch.no_grad():
             assert self._sequences is not None
-            sinks = self._sequences.sinks_of_keys(self.plan.sink_tokens, scores.shape[3])
-            self._keep(layer, reduce_scores(scores, sinks=sinks, rows=self._rows, **self._wanted(layer)))
+            sinks = self._sequences.sinks(self.plan.sink_tokens, None)
+            self._keep(
+                layer,
+                statistics_of_scores(
+                    scores, sinks=sinks, rows=self._rows, past=self._sequences.past, **self._wanted(layer)
+                ),
+            )
 
     def _begun(self, module: nn.Module, *given: Tensor) -> int | None:
         """The layer of a module that is to be read now; the same rows again (differential attention) are not."""

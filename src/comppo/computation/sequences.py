@@ -36,11 +36,6 @@ class Sequences:
             seen = seen - before
         return self.real & (seen <= sink_tokens)
 
-    def sinks_of_keys(self, sink_tokens: int, keys: int) -> Bool[Tensor, "rows keys"] | None:
-        """The same for a layer's keys, rows being one sequence each."""
-        sinks = self.sinks(sink_tokens, None)
-        return None if sinks is None else over_keys(sinks, keys)
-
 
 def sequences_of(inputs: dict[str, Any]) -> Sequences:
     """Read a decoder's arguments.
