@@ -140,6 +140,7 @@ def test_a_sequence_that_grows_reads_like_the_whole(kind, name, implementation, 
     def places(part):
         return {} if name == "bloom" else {"position_ids": positions[:, part]}  # its positions are in its scores
 
+    room = 32 if name == "bloom" and kind == "static" else 0  # it makes its biases as wide as the mask
     config = model.config
     cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=32)
     settings = {"layers": "all", "statistics": NAMES, "hidden_layers": (1, -1), "routed_width": 4}
@@ -150,7 +151,7 @@ def test_a_sequence_that_grows_reads_like_the_whole(kind, name, implementation, 
         for stop in (9, 12, *range(13, 21)):
             model(
                 input_ids=ids[:, start:stop],
-                attention_mask=mask[:, :stop],
+                attention_mask=nn.functional.pad(mask[:, :stop], (0, room - stop)) if room else mask[:, :stop],
                 past_key_values=cache,
                 use_cache=True,
                 **places(slice(start, stop)),
