@@ -123,6 +123,17 @@ def test_a_four_dimensional_mask_tells_documents_and_padding(build, padded):
 # Caches -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_position_that_a_mask_hides_from_all_begins_no_document(build, padded):
+    model, ids, visible = build("llama", "eager"), padded[0][:1, :12], torch.ones(12, 12, dtype=torch.bool).tril()
+    visible[:, 5] = False
+    visible[5, 5] = True
+    with torch.no_grad(), collision_reader(model, layers="all") as reader:
+        matrices = model(ids, attention_mask=visible[None, None], output_attentions=True).attentions
+    for i, matrix in enumerate(matrices):
+        got = reader.statistic("sink_mass")[:, :, i]
+        torch.testing.assert_close(got, matrix[..., 0].transpose(1, 2), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bloom"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -99,10 +99,12 @@ def _documents(positions: Any, rows: int, length: int) -> Tensor | None:
 
 
 def _documents_of_matrix(visible: Tensor) -> Tensor | None:
-    """The same from which key each query sees: a document begins where a query does not see the position before."""
-    before = visible.diagonal(offset=-1, dim1=1, dim2=2)
-    itself = visible.diagonal(dim1=1, dim2=2)
-    numbers = torch.nn.functional.pad(itself[:, 1:] & ~before, (1, 0)).cumsum(-1)
+    """The same from which key each query sees: a document begins where a query sees itself and nothing before.
+
+    A query that only misses the position right before it (one that is hidden from all) begins none.
+    """
+    itself, before = visible.diagonal(dim1=1, dim2=2), visible.tril(-1).any(-1)
+    numbers = torch.nn.functional.pad((itself & ~before)[:, 1:], (1, 0)).cumsum(-1)
     return numbers if bool(numbers[:, -1].any()) else None
 
 
