@@ -376,6 +376,16 @@ def test_statistics_of_the_user_s_own(build, padded):
         read(model, ids, mask, statistics=(broken,))
 
 
+@pytest.mark.parametrize("name", ["visible_keys", "routed", "hidden", "router_entropy"])
+def test_a_user_s_statistic_may_be_called_like_what_else_is_read(name, build, padded):
+    ids = padded[0][:2]
+    own = AttentionStatistic(name, lambda rows: rows.collision * 2.0)
+    reader = read(build("llama"), ids, statistics=(own, "whole_collision"), routed_width=3, hidden_layers=(1,))
+    assert torch.equal(reader.statistic(own), 2.0 * reader.statistic("whole_collision"))
+    assert reader.visible_keys().shape == (2, 20, 2) and reader.routed().shape == (2, 20, 2, 3)
+    assert torch.equal(reader.hidden(), read(build("llama"), ids, hidden_layers=(1,)).hidden())
+
+
 def test_routers_are_read_beside_attention(build, padded):
     ids, mask = padded
     model = build("qwen3_moe")

@@ -54,8 +54,8 @@ class Plan:
 class Listener:
     """Takes what a plan asks for out of each forward of the thread that opened it, into a `Store`.
 
-    Keys of the store: (statistic, layer) of attention and of routers, ("visible_keys", layer), ("routed", layer),
-    ("hidden", index) and ("hidden_before", index).
+    Keys of the store: (("attention", statistic), layer), (statistic of routers, layer), ("visible_keys", layer),
+    ("routed", layer), ("hidden", index) and ("hidden_before", index).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -250,7 +250,7 @@ class Listener:
                 raise ConfigError(
                     f"statistic {name!r} gave {got}: return one value per row, head and token, {tuple(shape)}."
                 )
-            self.store.add((name, layer), self.plan.of_heads(values.detach(), 1).transpose(1, 2))
+            self.store.add((("attention", name), layer), self.plan.of_heads(values.detach(), 1).transpose(1, 2))
         self.store.add(("visible_keys", layer), stats.visible_keys.double().mean(1))
         if stats.rest_features is not None:
             self.store.add(("routed", layer), self.plan.of_heads(stats.rest_features, 1).mean(1))

@@ -1,6 +1,6 @@
 """A context manager that reads attention rows and hidden states while a model runs, changing none of its results."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 
 import torch
@@ -200,9 +200,9 @@ class ComputationReader:
         if name not in plan.statistics:
             read = ", ".join((*plan.statistics, *plan.router_statistics))
             raise ConfigError(f"statistic={name!r} was not read: this reader reads {read}.")
-        return self._of_layers(name, self.layers)
+        return self._of_layers(("attention", name), self.layers)  # the user's may be called like what else is read
 
-    def _of_layers(self, name: str, layers: tuple[int, ...]) -> list[Tensor]:
+    def _of_layers(self, name: Hashable, layers: tuple[int, ...]) -> list[Tensor]:
         self._need_forward()
         if not layers:
             raise ConfigError("layers=() reads no attention: pass the layers to read.")
