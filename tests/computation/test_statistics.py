@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import comppo.computation.streaming as streaming
-from comppo.computation import attention_statistics, concentration
+from comppo.computation import ATTENTION_STATISTICS, attention_statistics, concentration
 from comppo.computation.statistics import reduce_scores
 from comppo.errors import EvidenceError
 
@@ -244,6 +244,35 @@ def test_rows_without_keys_are_zero():
         assert (values[0, 0, 0] == 0).all() and values.isfinite().all()
     got = attention_statistics(torch.randn(1, 1, 4, 3), torch.randn(1, 1, 4, 3), rows=slice(2, 2), **options)
     assert got.collision.shape == (1, 1, 0) and got.rest_features.shape == (1, 1, 0, 2)
+
+
+@pytest.mark.parametrize("block_keys", [2, 512])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_what_is_no_number_is_not_read_as_a_number(block_keys, entropy):
+    """One query, and then one key that all but the first two queries see; the others are as without it."""
+    query, key, sinks = torch.randn(1, 2, 6, 4), torch.randn(1, 1, 6, 4), first_keys([1], 6)
+    options = {"scale": 1.0, "sinks": sinks, "entropy": entropy, "distance": True, "block_keys": block_keys}
+    want = attention_statistics(query, key, **options)
+    for broken, seen in ((query.clone(), (2,)), (key.clone(), (2, 3, 4, 5))):
+        broken[:, :, 2, 0] = torch.nan
+        got = attention_statistics(*((broken, key) if broken.shape[1] == 2 else (query, broken)), **options)
+        for f in fields(got):
+            values = getattr(got, f.name)
+            if values is not None and "visible" not in f.name:
+                other = [i for i in range(6) if i not in seen]
+                assert values[:, :, seen].isnan().all(), f.name
+                torch.testing.assert_close(values[:, :, other], getattr(want, f.name)[:, :, other])
+        default = ATTENTION_STATISTICS["whole_effective_keys"].compute(got)
+        assert default[:, :, seen].isnan().all()
+    scores = torch.zeros(1, 1, 2, 2)
+    scores[..., 1, 0] = torch.nan
+    assert reduce_scores(scores).collision.isnan().flatten().tolist() == [False, True]
+
+
+def test_no_row_is_no_error():
+    query, key, features = torch.randn(0, 4, 9, 8), torch.randn(0, 2, 9, 8), torch.randn(0, 9, 3)
+    got = attention_statistics(query, key, scale=1.0, features=features, sinks=first_keys([], 9))
+    assert got.collision.shape == (0, 4, 9) and got.rest_features.shape == (0, 4, 9, 3)
 
 
 def test_scratch_is_a_block_not_a_matrix(monkeypatch):

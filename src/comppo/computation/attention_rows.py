@@ -20,7 +20,8 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionStatistics:
-    """Reductions of each attention row; float32 (float64 for float64 inputs); 0 where a row has no key to speak of.
+    """Reductions of each attention row; float32 (float64 for float64 inputs); 0 where a row has no key to speak of,
+    NaN where a visible key's score is no number.
 
     Fields that begin with `rest_` leave the sink keys out and renormalise over the others. A learned sink logit
     (`s_aux`) is never part of a distribution: it counts in `sink_mass` alone.

@@ -71,7 +71,8 @@ class Products:
         if self._scaled is None or self._scaled[:2] != (q0, q1):
             n_rows, kv_heads, _, width = self.key.shape
             query = self.query[:, :, q0:q1].to(self.key.dtype) * self.scale
-            self._scaled = q0, q1, query.reshape(n_rows * kv_heads, -1, width)
+            folded = (q1 - q0) * (self.query.shape[1] // kv_heads)
+            self._scaled = q0, q1, query.reshape(n_rows * kv_heads, folded, width)
         return self._scaled[2]
 
     def _keep(self, q0: int, q1: int, k0: int, k1: int) -> Tensor | None:
@@ -152,5 +153,5 @@ class Given:
     def block(self, q0: int, q1: int, k0: int, k1: int) -> tuple[Tensor | None, Tensor | None]:
         """A copy of the block's scores and which keys are visible; see `ScoreSource`."""
         part = self.scores[:, :, q0:q1, k0:k1].to(self.dtype)
-        keep = part > INVISIBLE_SCORE
+        keep = ~(part <= INVISIBLE_SCORE)  # so that NaN is a key
         return part.masked_fill(~keep, MASKED), keep

@@ -179,7 +179,7 @@ class _Sums:
     def add(self, scores: Tensor, features: Tensor | None, entropy: bool) -> None:
         """Take in a block of scores, which is overwritten; `features` is (rows or 1, keys, width)."""
         m = scores.amax(-1)
-        some = m > LOWEST_MAXIMUM
+        some = ~(m <= LOWEST_MAXIMUM)  # NaN counts as a key, here and below, so that it is not read as 0
         p = torch.softmax(scores.sub_(m.unsqueeze(-1)), -1) if entropy else torch.softmax(scores, -1, out=scores)
         # The greatest p is e^0 / l1. Without keys p is 1 / keys everywhere, and every sum is 0.
         l1 = torch.where(some, 1.0 / p.amax(-1), 0.0)
@@ -205,7 +205,7 @@ class _Sums:
 
     def reductions(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Entropy, collision, maximum and mean features; 0 where there was no key."""
-        some = self.l1 > 0
+        some = self.l1 != 0
         l1 = torch.where(some, self.l1, 1.0)  # at least 1 wherever there is a key: the greatest score adds e^0
         entropy = (l1.log() - self.t / l1).clamp_min(0.0)
         mean = None if self.f is None else self.f / l1.unsqueeze(-1)
@@ -214,7 +214,7 @@ class _Sums:
 
 def _over_keys(p: Tensor, features: Tensor) -> Tensor:
     """sum_j p_j features_j: (rows, heads, queries, keys), (rows or 1, keys, width) -> (rows, heads, queries, width)."""
-    flat = p.reshape(p.shape[0], -1, p.shape[-1])
+    flat = p.reshape(p.shape[0], p.shape[1] * p.shape[2], p.shape[-1])
     return torch.bmm(flat, features.expand(p.shape[0], -1, -1)).view(*p.shape[:-1], features.shape[-1])
 
 
@@ -224,7 +224,7 @@ def _finish(
     whole = rest.merged(sink)
     entropy, collision, maximum, mean = whole.reductions()
     rest_entropy, rest_collision, rest_maximum, rest_mean = rest.reductions()
-    some = whole.l1 > 0
+    some = whole.l1 != 0
     mass = torch.where(some, sink.l1 * (sink.m - whole.m).exp() / torch.where(some, whole.l1, 1.0), 0.0)
     if options.s_aux is not None:
         total = torch.where(some, whole.l1, 1.0).log() + whole.m
@@ -236,7 +236,7 @@ def _finish(
     if options.distance:
         assert mean is not None and rest_mean is not None
         more["distance"] = torch.where(some, mean[..., -1] - lead, 0.0)
-        more["rest_distance"] = torch.where(rest.l1 > 0, rest_mean[..., -1] - lead, 0.0)
+        more["rest_distance"] = torch.where(rest.l1 != 0, rest_mean[..., -1] - lead, 0.0)
     if options.features is not None:
         assert rest_mean is not None
         more["rest_features"] = rest_mean[..., : options.features.shape[-1]]

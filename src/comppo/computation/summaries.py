@@ -54,7 +54,7 @@ def concentration(rows: AttentionStatistics) -> Tensor:
 
 def effective_keys(rows: AttentionStatistics) -> Tensor:
     """1 / collision: how many equally weighted keys would collide as often; 0 where no key is visible."""
-    some = rows.rest_collision > 0
+    some = rows.rest_collision != 0  # also where it is NaN
     return torch.where(some, 1.0 / torch.where(some, rows.rest_collision, 1.0), 0.0)
 
 

@@ -185,9 +185,10 @@ if triton is not None:
     @no_type_check
     def _finished(l1, l2, t, d):
         """Collision, maximum, entropy and distance; 0 where there was no key."""
-        some = l1 > 0
+        some = l1 != 0  # NaN stays NaN
         l1 = tl.where(some, l1, 1.0)
-        entropy = tl.maximum(tl.log(l1) - t / l1 * _LN_2, 0.0)
+        entropy = tl.log(l1) - t / l1 * _LN_2
+        entropy = tl.where(entropy < 0, 0.0, entropy)
         # Correctly rounded, and l1 is at least 1, since the greatest score adds 2^0: so no maximum is above 1.
         return l2 / (l1 * l1), tl.where(some, tl.div_rn(tl.full(l1.shape, 1.0, tl.float32), l1), 0.0), entropy, d / l1
 
@@ -301,7 +302,7 @@ if triton is not None:
         all_l1, all_l2, all_t, all_d = _moved(m, l1, l2, t, d, new)
         sink_l1, sink_l2, sink_t, sink_d = _moved(sink_m, sink_l1, sink_l2, sink_t, sink_d, new)
         all_l1 += sink_l1
-        some = all_l1 > 0
+        some = all_l1 != 0
         mass = sink_l1 / tl.where(some, all_l1, 1.0)
         if LEARNED:
             logit = tl.load(s_aux + head * s_head).to(tl.float32)
@@ -328,7 +329,7 @@ if triton is not None:
         if FEATURES:
             f_at = (at * FEATURES)[:, None] + f_columns[None, :]
             f_stored = stored[:, None] & (f_columns < FEATURES)[None, :]
-            tl.store(rest_features + f_at, f / tl.where(l1 > 0, l1, 1.0)[:, None], mask=f_stored)
+            tl.store(rest_features + f_at, f / tl.where(l1 != 0, l1, 1.0)[:, None], mask=f_stored)
 
 
 def unsupported(
