@@ -376,6 +376,28 @@ def test_statistics_of_the_user_s_own(build, padded):
         read(model, ids, mask, statistics=(broken,))
 
 
+def test_what_only_a_running_forward_needs_is_let_go_at_the_end(build, padded):
+    reader = read(build("llama"), padded[0], padded[1], routed_width=3)
+    listener = reader._listener
+    assert not listener._features and listener._sequences is None and listener._marks is None
+    assert reader.routed().shape == (4, 20, 2, 3)
+
+
+def test_projections_do_not_depend_on_autocast_or_torch_s_defaults():
+    from comppo.computation.routed import _matrix, project
+
+    hidden = torch.randn(2, 3, 32)
+    want = project(hidden, 4, 1)
+    _matrix.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+            got = project(hidden, 4, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["visible_keys", "routed", "hidden", "router_entropy"])
 def test_a_user_s_statistic_may_be_called_like_what_else_is_read(name, build, padded):
     ids = padded[0][:2]

@@ -373,6 +373,7 @@ def test_misuse_says_what_to_do(build, padded):
         ({"positions": slice(0, 9, 2)}, "positions"),
         ({"routed_width": -1}, "routed_width"),
         ({"heads": "max"}, "heads"),
+        ({"heads": ()}, "heads"),
         ({"layers": "upper"}, "middle"),
         ({"hidden_layers": (3,)}, "hidden_layers"),
     ):

@@ -112,6 +112,8 @@ class Listener:
         if self._open is not None:
             self._open.close()
             self._open = None
+            self._sequences = self._marks = self._cache = None
+            self._features, self._seen = {}, {}
 
     def _listens(self) -> bool:
         """Whether what happens now is a forward of this thread, not a checkpoint that is run again for gradients."""

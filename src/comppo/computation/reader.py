@@ -86,8 +86,9 @@ class ComputationReader:
             raise ConfigError(f"sink_tokens={sink_tokens!r}: pass 0 (no sink) or a positive number of keys.")
         if positions is not None and (not isinstance(positions, slice) or positions.step not in (None, 1)):
             raise ConfigError(f"positions={positions!r}: pass a slice without a step, or None for all positions.")
-        if isinstance(heads, str) and heads != "mean":
-            raise ConfigError(f'heads={heads!r}: pass None, "mean" or a sequence of head numbers.')
+        numbers = isinstance(heads, Sequence) and len(heads) and all(type(head) is int for head in heads)
+        if heads is not None and heads != "mean" and not numbers:
+            raise ConfigError(f'heads={heads!r}: pass None, "mean" or a sequence of one or more head numbers.')
         if routed_width < 0:
             raise ConfigError(f"routed_width={routed_width!r}: pass 0 (no summary) or a positive width.")
         router_statistics = tuple(dict.fromkeys(s for s in statistics if s in tuple(ROUTER_STATISTICS)))

@@ -28,11 +28,14 @@ def project(
     states = hidden.detach().float()
     scale = states.square().mean(-1, keepdim=True)
     unit = states * torch.where(scale > 0, scale.rsqrt(), 0.0)
-    projected: Tensor = unit @ _matrix(hidden.shape[-1], width, layer).to(hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):  # it would round the product to half precision
+        projected: Tensor = unit @ _matrix(hidden.shape[-1], width, layer).to(hidden.device)
     return projected
 
 
 @functools.lru_cache(maxsize=256)
 def _matrix(hidden: int, width: int, layer: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1_000_003 * layer + width)
-    return torch.randn(hidden, width, generator=generator) * (1.0 / math.sqrt(hidden))
+    # Whatever torch's default device and dtype are
+    generator = torch.Generator("cpu").manual_seed(1_000_003 * layer + width)
+    normal = torch.randn(hidden, width, generator=generator, device="cpu", dtype=torch.float32)
+    return normal * (1.0 / math.sqrt(hidden))
