@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint typecheck pytest benchmarks clean
+.PHONY: quickstart test lint typecheck pytest browser benchmarks clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/comppo quickstart
@@ -33,8 +33,16 @@ lint: $(VENV)/.dev
 typecheck: $(VENV)/.dev
 	$(BIN)/mypy
 
+# The inspect page is tested in Chromium, which is installed where that needs no password; without it those tests are
+# skipped and say so.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	echo "no Chromium here: tests of the inspect page in a browser are skipped (apt-get install chromium)"
+
 # The second run has no run-time shape checks, so that comppo's own shape errors are what is tested.
-pytest: $(VENV)/.dev
+pytest: $(VENV)/.dev browser
 	$(BIN)/python -m pytest
 	COMPPO_UNHOOKED=1 $(BIN)/python -m pytest -m shapes
 
