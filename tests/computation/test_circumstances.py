@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from comppo.computation import AttentionStatistic, ComputationReader
+from comppo.computation.cost import peak_bytes
+from comppo.computation.store import Store
 from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 
 NAMES = ("collision", "entropy", "maximum", "sink_mass", "distance")
@@ -381,6 +383,17 @@ def test_what_only_a_running_forward_needs_is_let_go_at_the_end(build, padded):
     listener = reader._listener
     assert not listener._features and listener._sequences is None and listener._marks is None
     assert reader.routed().shape == (4, 20, 2, 3)
+
+
+@pytest.mark.parametrize(("batches", "parts", "copies"), [(1, 1, 0), (4, 1, 1), (1, 16, 1)])
+def test_a_result_is_put_together_without_a_second_copy(batches, parts, copies):
+    store = Store()
+    for _ in range(batches):
+        for part in range(parts):
+            store.begin(new_rows=part == 0)
+            store.add("hidden", torch.zeros(2, 1024 // parts, 256))
+    held = batches * 2 * 1024 * 256 * 4
+    assert peak_bytes(lambda: store.whole("hidden")) == copies * held
 
 
 def test_projections_do_not_depend_on_autocast_or_torch_s_defaults():

@@ -34,12 +34,19 @@ class Store:
         return sum(len(batch.get(key, ())) for batch in self.batches)
 
     def whole(self, key: Hashable) -> Tensor:
-        """All values of `key`; EvidenceError where batches differ in their number of tokens."""
-        rows = [torch.cat(batch[key], 1) for batch in self.batches]
+        """All values of `key`, to be read only; EvidenceError where batches differ in their number of tokens.
+
+        Nothing is copied that is in one piece already: hidden states are large.
+        """
+        rows = [_joined(batch[key], 1) for batch in self.batches]
         lengths = sorted({values.shape[1] for values in rows})
         if len(lengths) > 1:
             raise EvidenceError(
                 f"forwards in one context read {lengths} tokens: pad all micro-batches to one length, choose as many "
                 "`positions` in each, or read each in a context of its own."
             )
-        return torch.cat(rows)
+        return _joined(rows, 0)
+
+
+def _joined(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
