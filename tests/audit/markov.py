@@ -9,7 +9,7 @@ import torch
 PAD, EOS = 0, 1
 VOCABULARY = 8
 GOOD = (2, 3, 4)
-LIMIT = 12
+LIMIT = 20
 NOTHING = 1e-30
 
 
@@ -18,7 +18,7 @@ def transitions(seed=0):
     generator = torch.Generator().manual_seed(seed)
     table = torch.rand(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64) ** 3 + 0.02
     table[:, PAD] = NOTHING
-    table[:, EOS] = 0.3
+    table[:, EOS] = 0.15
     return table / table.sum(1, keepdim=True)
 
 

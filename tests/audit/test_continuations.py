@@ -84,7 +84,7 @@ def test_continuations_end_with_end_of_text_or_at_their_own_limit(model):
         assert 1 <= len(ids) <= limits[row // 50] and markov.PAD not in ids
         assert markov.EOS not in ids[:-1]
         assert ids[-1] == markov.EOS or len(ids) == limits[row // 50]
-    assert {len(ids) for ids in drawn[100:]} >= set(range(1, 8))
+    assert len({len(ids) for ids in drawn[100:]}) > 6
 
 
 def test_cached_and_padded_continuations_equal_decoding_by_whole_forwards():
@@ -238,7 +238,7 @@ def test_wrong_arguments_are_named(model):
         ContinuationConfig(budget_minutes=0.0)
     with pytest.raises(ConfigError, match="limits must be one number"):
         sample_continuations(model, [[2]], count=1, limits=[0], eos_ids=[1], pad_id=0)
-    with pytest.raises(EvidenceError, match="response 0 has 1 prompt and 13 response tokens"):
-        valued(model, [[2]], [[3] * 13])
+    with pytest.raises(EvidenceError, match="response 0 has 1 prompt and 21 response tokens"):
+        valued(model, [[2]], [[3] * 21])
     with pytest.raises(EvidenceError, match="must start with 0"):
         true_advantages(torch.tensor([[1]]), torch.zeros(1, 1, 4), torch.zeros(1), torch.tensor([2]))
