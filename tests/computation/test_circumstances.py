@@ -220,6 +220,16 @@ def test_a_cache_that_the_model_made_itself_grows_like_one_it_was_given(start, a
     torch.testing.assert_close(reader.hidden_change(), whole.hidden_change(), rtol=0, atol=1e-5)
 
 
+def test_a_cache_that_is_cut_between_forwards_is_refused(build, padded):
+    ids, model = padded[0][:1], build("llama")
+    with torch.no_grad(), ComputationReader(model):
+        cache = model(input_ids=ids[:, :10], use_cache=True).past_key_values
+        cache.crop(-4)
+        assert cache.get_seq_length() == 6
+        with pytest.raises(EvidenceError, match=r"cut from 10 to 6 positions.*speculative"):
+            model(input_ids=ids[:, 6:], past_key_values=cache)
+
+
 def test_a_cache_that_was_begun_before_makes_rows_of_its_own(build, padded):
     """Two continuations of one cached prompt, in one context."""
     import copy

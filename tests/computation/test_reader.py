@@ -1,12 +1,14 @@
 """The reader against eager attention's own matrices, on several architectures, and the traces it must not leave."""
 
 import copy
+import os
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from comppo.computation import ATTENTION_STATISTICS, ComputationReader, registry
+from comppo.computation import ATTENTION_STATISTICS, AttentionStatistic, ComputationReader, registry
 from comppo.computation.attention_calls import statistics_of_call
 from comppo.errors import ConfigError, EvidenceError, UnreadableModelError
 
@@ -417,7 +419,79 @@ def test_calls_that_are_not_causal_are_not_read_as_causal(implementation, build)
     both_ways = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     both_ways[..., 4] = False
     options = {"sinks": None, "documents": None, "rows": slice(0, 6)}
-    stats = statistics_of_call(implementation, module, query, key, both_ways, {}, **options)
+    mask = both_ways
+    if implementation == "eager":  # which adds its mask to the scores
+        mask = torch.zeros(both_ways.shape).masked_fill_(~both_ways, torch.finfo(torch.float32).min)
+    stats = statistics_of_call(implementation, module, query, key, mask, {}, **options)
     assert (stats.visible_keys == 5).all()
     stats = statistics_of_call(implementation, module, query, key, None, {}, **options)
     assert stats.visible_keys[0, 0].tolist() == ([6] * 6 if implementation == "eager" else [1, 2, 3, 4, 5, 6])
+
+
+def test_a_boolean_mask_under_eager_attention_is_read_as_it_is_computed(build, padded):
+    """Transformers adds it to the scores, as 0 and 1: nothing is hidden."""
+    ids = padded[0][:1]
+    model, mask = build("llama", "eager"), torch.ones(1, 1, 20, 20).tril().bool()
+    with torch.no_grad(), collision_reader(model, layers=(0,), sink_tokens=0) as reader:
+        matrix = model(input_ids=ids, attention_mask=mask, output_attentions=True).attentions[0]
+    want = matrix.square().sum(-1).transpose(1, 2)
+    torch.testing.assert_close(reader.statistic("collision")[:, :, 0], want, rtol=0, atol=1e-5)
+    assert (reader.visible_keys() == 20).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "falcon"])
+def test_copies_made_inside_are_other_models(name, build, padded, tmp_path):
+    """A deep copy and a pickled one carry no ear of the reader, then or later."""
+    ids, mask = padded
+    model = build(name)
+    statistics = ("collision", "router_entropy") if name == "qwen3_moe" else ("collision",)
+    with torch.no_grad(), ComputationReader(model, statistics=statistics, hidden_layers=(0,), routed_width=2) as reader:
+        model(input_ids=ids, attention_mask=mask)
+        twin = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        twin(input_ids=ids[:, :5])
+    with torch.no_grad():
+        for other in (twin, torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
+            pickle.dumps(other)
+    assert reader.forwards == 1 and reader.statistic("collision").shape[:2] == (4, 20)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(build, padded):
+    ids, mask = padded
+    model = build("llama")
+    with torch.no_grad(), collision_reader(model, layers="all", hidden_layers=(0, -1)) as reader:
+        model(input_ids=ids, attention_mask=mask)
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda m, a: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                model(input_ids=ids + 1, attention_mask=mask)
+        handle.remove()
+        model(input_ids=ids[:2], attention_mask=mask[:2])
+    assert reader.forwards == 2 and reader.statistic("collision").shape[0] == reader.hidden().shape[0] == 6
+    torch.testing.assert_close(reader.statistic("collision")[4:], reader.statistic("collision")[:2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.shapes
+@pytest.mark.skipif(not os.environ.get("COMPPO_UNHOOKED"), reason="jaxtyping's own error comes first")
+def test_settings_as_people_mistake_them(build):
+    model = build("llama")
+    assert torch.equal(
+        *(torch.tensor(ComputationReader(model, statistics=s).layers) for s in ("entropy", ("entropy",)))
+    )
+    for options, match in (
+        ({"statistics": (lambda rows: rows.maximum,)}, r"AttentionStatistic\(name, function\)"),
+        ({"statistics": ("colision",)}, "collision.*router_entropy"),
+        ({"layers": 2}, r"\(2,\)"),
+        ({"hidden_layers": -1}, r"\(-1,\)"),
+        ({"sink_tokens": 1.5}, "sink_tokens=1.5"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            ComputationReader(model, **options)
+    with pytest.raises(UnreadableModelError, match="from_pretrained"):
+        ComputationReader("bundled")
+    for arguments in (("", max), ("x", 3)):
+        with pytest.raises(ConfigError, match="a name and a function"):
+            AttentionStatistic(*arguments)
+    with pytest.raises(ConfigError, match="a statistic of ours"):
+        ComputationReader(model, statistics=(AttentionStatistic("entropy", lambda rows: rows.maximum),))

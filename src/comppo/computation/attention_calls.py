@@ -70,6 +70,8 @@ def statistics_of_call(
         block_mask, mask, causal = mask, mask.mask_mod, False
     elif mask is not None:  # 4-D, with causality and window inside
         causal = False
+        if implementation == "eager" and mask.dtype == torch.bool:
+            mask = mask.to(query.dtype)  # it is added to the scores, whatever it was meant to say
         mask = mask[..., :keys]
     elif implementation == "eager" or "flex" in implementation:
         causal = False  # they hide nothing by themselves

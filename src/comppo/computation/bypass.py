@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from comppo.computation.bypass_kind import bypass_kind
+from comppo.computation.hooks import Hook
 from comppo.errors import ConfigError, UnreadableModelError
 
 
@@ -100,10 +101,10 @@ class Bypass:
             stack.enter_context(_Uncompiled())
             for module in self._modules:
                 names = tuple(inspect.signature(module.forward).parameters)
-                before = module.register_forward_pre_hook(self._starter(names), with_kwargs=True)
+                before = module.register_forward_pre_hook(Hook(self._starter(names)), with_kwargs=True)
                 stack.callback(before.remove)
                 # Prepended, so that softmaxes in other hooks are not taken for the module's
-                after = module.register_forward_hook(self._ender(), prepend=True, always_call=True)
+                after = module.register_forward_hook(Hook(self._ender()), prepend=True, always_call=True)
                 stack.callback(after.remove)
             self._open = stack.pop_all()
         self._entered = True
@@ -116,8 +117,6 @@ class Bypass:
         self._entered = False
         self._end()  # an interrupt is no Exception, so that no hook ran after it
         self._open.close()
-
-    # The hooks are functions, not methods: a copy of the model copies its hooks, but not what functions hold.
 
     def _starter(self, names: tuple[str, ...]) -> Callable[..., None]:
         def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

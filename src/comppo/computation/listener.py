@@ -15,6 +15,7 @@ from comppo.computation import registry
 from comppo.computation.attention_calls import documents_apart, statistics_of_call, statistics_of_scores
 from comppo.computation.attention_rows import AttentionStatistics
 from comppo.computation.bypass import Bypass
+from comppo.computation.hooks import Hook
 from comppo.computation.routed import project
 from comppo.computation.router import ROUTER_STATISTICS, Router, RouterHook
 from comppo.computation.sequences import Sequences, cache_of, made_cache, sequences_of
@@ -78,6 +79,7 @@ class Listener:
         self._marks: tuple[Tensor | None, Tensor | None] | None = None
         self._features: dict[int, Tensor] = {}
         self._seen: dict[int, tuple[weakref.ref[Tensor], ...]] = {}
+        self._running = False
 
     def open(self) -> None:
         """Start anew; ConfigError where it is open already."""
@@ -87,17 +89,16 @@ class Listener:
         check_implementation(getattr(model.decoder.config, "_attn_implementation", None))
         self._forget()
         self._thread = threading.get_ident()
-        untraced = torch.compiler.disable  # here, not as decorators: it loads the compiler
         with ExitStack() as stack:
-            hook: Any = model.decoder.register_forward_pre_hook(untraced(self._begin), with_kwargs=True)
+            hook: Any = model.decoder.register_forward_pre_hook(Hook(self._begin), with_kwargs=True)
             stack.callback(hook.remove)
             for position, layer in enumerate(model.layers):
                 routed = self._attention_in(layer) if plan.routed_width else None
                 if position in plan.hidden_layers or routed is not None:
-                    taker = untraced(self._taker(position, routed))
+                    taker = Hook(self._taker(position, routed))
                     hook = layer.register_forward_pre_hook(taker, with_kwargs=True)
                     stack.callback(hook.remove)
-            hook = model.decoder.register_forward_hook(untraced(self._end))
+            hook = model.decoder.register_forward_hook(Hook(self._end))
             stack.callback(hook.remove)
             stack.enter_context(self._routers)
             bypassing = [model.attention[i] for i in plan.layers if i in model.bypassing]
@@ -125,10 +126,18 @@ class Listener:
         """Before each forward of the decoder: learn where its sequences begin."""
         if not self._listens():
             return
+        if self._running:  # the forward before this one failed
+            self.forwards -= 1
+            self.store.take_back()
         given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        self._sequences = sequences_of(given)
+        before, self._sequences = self._sequences, sequences_of(given)
         cache = cache_of(given)
         continues = bool(self._sequences.past) and self._cache is not None and self._cache() is cache
+        if continues and before is not None and self._sequences.past != before.total:
+            raise EvidenceError(
+                f"the cache was cut from {before.total} to {self._sequences.past} positions between forwards, as "
+                "speculative decoding does, so what was read of it no longer holds: generate without an assistant."
+            )
         if continues and self.plan.positions is not None:
             raise EvidenceError(
                 f"positions={self.plan.positions!r} choose from whole sequences, but this forward adds to a cache: "
@@ -143,6 +152,7 @@ class Listener:
         self._seen.clear()
         self.store.begin(new_rows=not continues)
         self.forwards += 1
+        self._running = True
 
     def _check_length(self, continues: bool) -> None:
         """Refuse micro-batches that cannot be joined as soon as they are seen."""
@@ -154,7 +164,8 @@ class Listener:
         elif self._tokens is not None and tokens != self._tokens:
             raise EvidenceError(
                 f"a forward that reads {tokens} positions follows one of {self._tokens} in the same context: pad all "
-                "micro-batches to one length, choose as many `positions` in each, or read each in its own context."
+                "micro-batches to one length, choose as many `positions` in each, or read each in its own context; a "
+                "sequence that grows needs a cache."
             )
 
     def _positions(self, length: int) -> slice:
@@ -170,6 +181,7 @@ class Listener:
         """After each forward of the decoder: take its output, and remember the cache that it made itself."""
         if not self._listens() or self._sequences is None:
             return
+        self._running = False
         if self._cache is None:
             cache = made_cache(output)
             self._cache = None if cache is None else weakref.ref(cache)
@@ -246,7 +258,11 @@ class Listener:
     def _keep(self, layer: int, stats: AttentionStatistics) -> None:
         shape = stats.visible_keys.shape
         for name, statistic in self.plan.statistics.items():
-            values = statistic.compute(stats)
+            try:
+                values = statistic.compute(stats)
+            except Exception as error:
+                error.add_note(f"raised by the statistic {name!r}, whose function was given AttentionStatistics.")
+                raise
             if not isinstance(values, Tensor) or values.shape != shape:
                 got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ConfigError(

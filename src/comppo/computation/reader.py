@@ -82,7 +82,9 @@ class ComputationReader:
             ConfigError: a setting is unknown or out of range.
             UnreadableModelError: a chosen layer cannot be read.
         """
-        if sink_tokens < 0:
+        if isinstance(statistics, str | AttentionStatistic):
+            statistics = (statistics,)
+        if not isinstance(sink_tokens, int) or sink_tokens < 0:
             raise ConfigError(f"sink_tokens={sink_tokens!r}: pass 0 (no sink) or a positive number of keys.")
         if positions is not None and (not isinstance(positions, slice) or positions.step not in (None, 1)):
             raise ConfigError(f"positions={positions!r}: pass a slice without a step, or None for all positions.")
@@ -102,6 +104,8 @@ class ComputationReader:
         self.router_layers: tuple[int, ...] = tuple(routers)
         """Positions of the layers whose routers are read, ascending."""
         depth = len(model_map.layers)
+        if isinstance(hidden_layers, int):
+            raise ConfigError(f"hidden_layers={hidden_layers!r}: pass a sequence, such as ({hidden_layers},).")
         self.hidden_layers = tuple(i + depth + 1 if i < 0 else i for i in hidden_layers)
         """Indices of the hidden states that are kept, from 0."""
         if any(not 0 <= i <= depth for i in self.hidden_layers):

@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comppo.computation.hooks import Hook
 from comppo.errors import ConfigError, UnreadableModelError
 
 # Statistics -------------------------------------------------------------------------------------------------------
@@ -281,8 +282,7 @@ class RouterHook:
             with torch.no_grad():
                 self._take(layer, router.probabilities(output))
 
-        hook: Callable[..., Any] = torch.compiler.disable(read)
-        return hook
+        return Hook(read)
 
 
 def _examine(layer: nn.Module, decoder: nn.Module) -> Router | str:

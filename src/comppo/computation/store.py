@@ -14,14 +14,27 @@ class Store:
     def __init__(self) -> None:
         """Nothing was read."""
         self.batches: list[dict[Hashable, list[Tensor]]] = []
+        self._added: list[Hashable] = []
+        self._new_rows = True
 
     def begin(self, new_rows: bool) -> None:
         """A forward begins: with rows of its own, or with further tokens of the last one's."""
-        if new_rows or not self.batches:
+        self._added.clear()
+        self._new_rows = new_rows or not self.batches
+        if self._new_rows:
             self.batches.append({})
+
+    def take_back(self) -> None:
+        """Forget the last forward, which did not end."""
+        for key in self._added:
+            self.batches[-1][key].pop()
+        self._added.clear()
+        if self._new_rows and self.batches:
+            self.batches.pop()
 
     def add(self, key: Hashable, values: Tensor) -> None:
         """Keep one forward's values, float32."""
+        self._added.append(key)
         self.batches[-1].setdefault(key, []).append(values.float().contiguous())
 
     def last(self, key: Hashable) -> Tensor | None:

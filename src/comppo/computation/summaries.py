@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comppo.computation.attention_rows import AttentionStatistics
+from comppo.computation.router import ROUTER_STATISTICS
 from comppo.errors import ConfigError
 
 
@@ -29,6 +30,12 @@ class AttentionStatistic:
     distance: bool = True
     """Whether it looks at distances, which cost a fifth more."""
 
+    def __post_init__(self) -> None:
+        if not self.name or not callable(self.compute):
+            raise ConfigError(
+                f"AttentionStatistic({self.name!r}, {self.compute!r}): pass a name and a function of reduced rows."
+            )
+
 
 def _entropy(rows: AttentionStatistics) -> Tensor:
     assert rows.rest_entropy is not None
@@ -41,15 +48,15 @@ def _distance(rows: AttentionStatistics) -> Tensor:
 
 
 def normalised_entropy(rows: AttentionStatistics) -> Tensor:
-    """entropy / log(visible keys), unitless, in [0, 1]; 1 where fewer than two keys are visible."""
-    several = rows.rest_visible_keys > 1
-    log_n = torch.where(several, rows.rest_visible_keys, 2.0).log()
-    return torch.where(several, _entropy(rows) / log_n, 1.0).clamp(0.0, 1.0)
+    """entropy / log(visible keys), unitless, in [0, 1]; 1 where one key is visible, 0 where none is."""
+    return torch.where(rows.rest_visible_keys > 0, 1.0 - concentration(rows), 0.0)
 
 
 def concentration(rows: AttentionStatistics) -> Tensor:
-    """1 - normalised entropy, unitless, in [0, 1]; 0 where fewer than two keys are visible."""
-    return 1.0 - normalised_entropy(rows)
+    """1 - entropy / log(visible keys), unitless, in [0, 1]; 0 where fewer than two keys are visible."""
+    several = rows.rest_visible_keys > 1
+    log_n = torch.where(several, rows.rest_visible_keys, 2.0).log()
+    return torch.where(several, 1.0 - _entropy(rows) / log_n, 0.0).clamp(0.0, 1.0)
 
 
 def effective_keys(rows: AttentionStatistics) -> Tensor:
@@ -118,8 +125,12 @@ def chosen_statistics(statistics: Sequence[str | AttentionStatistic]) -> dict[st
     """
     chosen: dict[str, AttentionStatistic] = {}
     for given in statistics:
+        if callable(given):
+            raise ConfigError(f"statistic={given!r} has no name: pass AttentionStatistic(name, function).")
         if not isinstance(given, AttentionStatistic):
-            check_statistic(given, tuple(ATTENTION_STATISTICS))
+            check_statistic(given, (*ATTENTION_STATISTICS, *ROUTER_STATISTICS))
+        elif given.name in ATTENTION_STATISTICS and given != ATTENTION_STATISTICS[given.name]:
+            raise ConfigError(f"a statistic of ours is named {given.name!r}: give yours another name.")
         statistic = given if isinstance(given, AttentionStatistic) else ATTENTION_STATISTICS[given]
         if chosen.setdefault(statistic.name, statistic) != statistic:
             raise ConfigError(f"two statistics are named {statistic.name!r}: give yours another name.")
@@ -134,4 +145,4 @@ def name_of(statistic: str | AttentionStatistic) -> str:
 def check_statistic(name: object, known: Sequence[str]) -> None:
     """Raise ConfigError where `name` is not one of `known`."""
     if name not in known:
-        raise ConfigError(f"statistic={name!r} is unknown: pass one of {', '.join(known)}, or a callable.")
+        raise ConfigError(f"statistic={name!r} is unknown: pass one of {', '.join(known)}, or one of your own.")

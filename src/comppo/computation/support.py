@@ -183,6 +183,8 @@ def map_model(model: nn.Module) -> ModelMap:
     Raises:
         UnreadableModelError: there is no stack of decoder layers in it.
     """
+    if not isinstance(model, nn.Module):
+        raise UnreadableModelError(f"model={model!r} is no module: load it with Transformers' from_pretrained first.")
     outer = _outermost(model)
     layers = _layer_list(outer)
     decoder = _innermost_owner(outer, layers)
@@ -227,6 +229,8 @@ def check_layers(layers: Layers) -> None:
         if layers not in LAYER_NAMES:
             names = ", ".join(f'"{name}"' for name in LAYER_NAMES)
             raise ConfigError(f"layers={layers!r} is unknown: pass {names} or a sequence of layer numbers.")
+    elif isinstance(layers, int):
+        raise ConfigError(f"layers={layers!r}: pass a sequence of layer numbers, such as ({layers},).")
     elif not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
         raise ConfigError(f"layers={layers!r}: layer numbers are integers.")
 
