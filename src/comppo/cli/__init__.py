@@ -11,6 +11,8 @@ COMMANDS = {
     "quickstart": "Train the bundled model with CompPO and GRPO and compare them, in minutes on a CPU.",
     "train": "Train a causal language model with CompPO.",
     "check-model": "Say what can be read of a model, how exactly, and at what cost.",
+    "audit": "Hold the credit of operators against the true advantages of a model's own tokens.",
+    "inspect": "Write a page on which a person reads where credit goes, token by token.",
 }
 
 
