@@ -274,6 +274,7 @@ def report(dtype="float32", counted=1.0, precise=True, **errors):
         fed=comparison,
         own=comparison,
         forward_difference=0.0,
+        own_rows=False,
         outputs_identical=True,
     )
 
@@ -305,6 +306,14 @@ def test_the_implementation_in_use_is_judged_not_eager():
     assert judge(replace(apart, fed=wrong)).grade == "differs"
     assert judge(replace(apart, eager=wrong, own=wrong)).grade == "exact"
     assert judge(replace(apart, fed=None, own=None)).grade == "exact"
+
+
+def test_a_model_that_computes_something_else_under_eager_attention_is_not_blamed_on_reading():
+    wrong = report(collision=1.0).fed
+    unlike = replace(report(), fed=wrong, own_rows=True, forward_difference=0.2)
+    assert judge(unlike).grade == "unlike" and judge(unlike).worst <= 1e-6
+    for change in ({"forward_difference": 1e-6}, {"own_rows": False}, {"eager": wrong}):
+        assert judge(replace(unlike, **change)).grade == "differs"
 
 
 # Concluding -------------------------------------------------------------------------------------------------------

@@ -103,6 +103,12 @@ def test_the_choice_of_layers_is_checked(config_of):
         require_readable(config)
 
 
+def test_names_of_architectures_that_are_none_are_passed_over(config_of):
+    config = config_of("llama")
+    config.architectures = [3]
+    assert readable_layers(config) == [0, 1]
+
+
 def test_configurations_of_other_models_are_refused():
     from transformers import ViTConfig
 

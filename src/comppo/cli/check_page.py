@@ -210,6 +210,7 @@ def _parity(result: Result) -> Iterator[str]:
     words = {
         "exact": "ok",
         "close": "close; attention so sharp that float32 loses digits",
+        "unlike": "ok, under eager attention, which computes something else in this model",
         "differs": "NOT OK",
     }
     yield f"           worst {agreement.worst:.1e}, expected at most {agreement.bound:.0e}: {words[agreement.grade]}"
@@ -250,7 +251,8 @@ def _verdict(result: Result) -> Iterator[str]:
     for sentence in result.verdict.proceed:
         yield from _wrapped(f"- {sentence}", "  ")
     if result.verdict.readable and result.source.weights and result.source.gguf_file is None:
-        yield f"- comppo train --model_name_or_path {shlex.quote(result.source.name)}"
+        beside = "" if result.source.tokenizer else ", once a tokenizer is saved beside the model"
+        yield f"- comppo train --model_name_or_path {shlex.quote(result.source.name)}{beside}"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

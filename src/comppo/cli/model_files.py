@@ -30,6 +30,14 @@ class Source:
     """Whether the model's own code may run."""
 
     @property
+    def tokenizer(self) -> bool:
+        """Whether there is a tokenizer, as far as a look at the folder tells; True for hub names."""
+        if not self.local:
+            return True
+        names = ("tokenizer*", "vocab*", "*.model", "spiece*")
+        return any(next(Path(self.path).glob(name), None) is not None for name in names)
+
+    @property
     def options(self) -> dict[str, Any]:
         """Further arguments of `from_pretrained`; without an explicit False Transformers asks on the terminal."""
         options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}

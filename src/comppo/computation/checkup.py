@@ -22,7 +22,10 @@ EXACT, ROUNDED, CLOSE = 2e-6, 2e-2, 1e-4
 own rounding that is; and where attention is very sharp, as a float32 score s is rounded by s * 2^-24, and 1e-4 is what
 scores above a thousand lose."""
 
-Grade = Literal["exact", "close", "differs"]
+Grade = Literal["exact", "close", "unlike", "differs"]
+
+APART = 1e-3
+"""Logits of eager and of the loaded attention that are further apart, in standard deviations, are no rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +42,9 @@ class Agreement:
     matrices: str
     """Dtype in which eager attention computed the matrices."""
     grade: Grade
-    """"exact" within the bound; "close" where sharp attention explains what is beyond it; else "differs"."""
+    """"exact" within the bound; "close" where sharp attention explains what is beyond it; "unlike" where the model
+    itself computes something else under eager attention than as it was loaded, so that the errors are those of reading
+    it under eager attention; else "differs"."""
     compared: float
     """Share of (row, real token, layer, head) that was compared."""
     forward_difference: float
@@ -68,6 +73,9 @@ def compare_with_eager(model: nn.Module, input_ids: Tensor, attention_mask: Tens
 def judge(report: ParityReport) -> Agreement:
     """What a parity report says of reading the implementation that the model was loaded with."""
     comparison = report.fed or report.precise or report.eager
+    unlike = _unlike(report)
+    if unlike:
+        comparison = report.eager
     rounded = report.precise is None and report.dtype in ("float16", "bfloat16")
     bound = ROUNDED if rounded else EXACT
     # Very sharp attention underflows to 0 in all heads alike, so that matrices count too few keys
@@ -75,7 +83,7 @@ def judge(report: ParityReport) -> Agreement:
     certain = uncounted if comparison.counted < 1.0 else comparison.errors.values()
     grade: Grade = "differs"
     if _within(comparison.errors.values(), bound):
-        grade = "exact"
+        grade = "unlike" if unlike else "exact"
     elif _within(certain, max(bound, CLOSE)):
         grade = "close"
     return Agreement(
@@ -88,6 +96,16 @@ def judge(report: ParityReport) -> Agreement:
         forward_difference=report.forward_difference,
         outputs_identical=report.outputs_identical,
     )
+
+
+def _unlike(report: ParityReport) -> bool:
+    """Whether eager attention is another computation: Falcon with ALiBi adds its bias twice there.
+
+    Only where a model makes its own rows: what the registry's implementations compute is known.
+    """
+    if report.fed is None or not report.own_rows or report.forward_difference <= APART:
+        return False
+    return not _within(report.fed.errors.values(), ROUNDED)
 
 
 def _within(errors: Iterable[float], bound: float) -> bool:
@@ -110,7 +128,8 @@ class Verdict:
 LISTED = "docs/architectures.md in comppo's repository lists the architectures whose attention is read."
 WITHOUT_ATTENTION: tuple[str, ...] = (
     f"Statistics that need no attention ({', '.join(TOKEN_STATISTICS)}) work with any causal language model: `comppo "
-    f"train --gate_statistic {TOKEN_STATISTICS[0]}`, or read_computation with that statistic and layers=().",
+    f"train --gate_statistic {TOKEN_STATISTICS[0]} --critic_features hidden surprisal entropy position group_mean` "
+    "(all but routing), or read_computation with that statistic and layers=().",
     LISTED,
 )
 
@@ -146,7 +165,13 @@ def conclude(structure: Structure, trial: Trial | None, agreement: Agreement | s
     if trial is None:
         return Verdict(readable=True, sentence=f"{sentence}; judged by its classes alone.", proceed=tuple(proceed))
     if isinstance(agreement, Agreement):
-        sentence += f". It agrees{' closely' if agreement.grade == 'close' else ''} with eager attention"
+        if agreement.grade == "unlike":
+            sentence += (
+                ". The model itself computes something else under eager attention than as it was loaded, so that these "
+                "cannot be compared; what is read under eager attention agrees with it"
+            )
+        else:
+            sentence += f". It agrees{' closely' if agreement.grade == 'close' else ''} with eager attention"
     identical = "stay the same to the bit" if trial.outputs_identical else "do not repeat themselves, read or not"
     return Verdict(readable=True, sentence=f"{sentence}. The model's outputs {identical}.", proceed=tuple(proceed))
 
@@ -174,7 +199,9 @@ def _problem(structure: Structure, trial: Trial | None, agreement: Agreement | s
         return Verdict(
             readable=False,
             sentence="The model itself computes logits that are no numbers, so that nothing can be compared.",
-            proceed=("Load it in another dtype (--dtype bfloat16 or float32).",),
+            proceed=(
+                "Load it in another dtype (--dtype bfloat16 or float32), or look for weights that are no numbers.",
+            ),
         )
     differs = isinstance(agreement, Agreement) and agreement.grade == "differs"
     identical = agreement.outputs_identical if isinstance(agreement, Agreement) else trial.outputs_identical

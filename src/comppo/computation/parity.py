@@ -52,6 +52,8 @@ class ParityReport:
     forward_difference: float
     """Greatest difference of the logits between the two implementations at real tokens, in standard deviations of the
     logits: how far `own` compares two different computations. 0 where the implementation is eager."""
+    own_rows: bool
+    """Whether the model makes its attention rows itself, outside the registry, and so perhaps others under eager."""
     outputs_identical: bool | None
     """Whether the logits with and without reading are equal to the bit, in every implementation that ran; None where
     they differ, but two forwards without reading differ as well."""
@@ -123,6 +125,7 @@ def check_parity(
         fed=fed,
         own=own,
         forward_difference=float((logits[run.loaded] - logits["eager"])[real].float().abs().max() / spread),
+        own_rows=bool(map_model(model).bypassing),
         outputs_identical=run.same_without_reading(logits),
     )
 
