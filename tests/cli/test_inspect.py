@@ -34,10 +34,7 @@ def data_of(path: Path) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """Two steps of training, with checkpoints."""
-    folder = tmp_path_factory.mktemp("run")
+def trained(folder: Path, **more) -> Path:
     settings = {
         "model_name_or_path": "bundled",
         "task": "chain",
@@ -47,6 +44,7 @@ def run(tmp_path_factory) -> Path:
         "max_completion_length": 14,
         "max_steps": 2,
         "critic_hidden_size": 8,
+        "learning_rate": 1e-3,
         "use_cpu": True,
         "bf16": False,
         "activation_checkpointing": False,
@@ -56,9 +54,16 @@ def run(tmp_path_factory) -> Path:
         "disable_tqdm": True,
         "output_dir": str(folder / "run"),
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings | more))
     train(["--config", str(folder / "run.yaml")])
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Two steps of training, with checkpoints."""
+    return trained(tmp_path_factory.mktemp("run"))
 
 
 def test_a_model_with_a_task(tmp_path):
@@ -172,3 +177,18 @@ def test_folders_without_weights_are_refused(tmp_path):
     config = Path(resolve_model("bundled")) / "config.json"
     (tmp_path / "model" / "config.json").write_bytes(config.read_bytes())
     assert "holds no weights" in refused(ConfigError, tmp_path / "model", "--task", "chain", "--output", tmp_path)
+
+
+def test_pages_during_training_change_nothing(run, tmp_path):
+    watched = trained(tmp_path, inspect_every=1)
+    pages = sorted((watched / "inspect").iterdir())
+    assert [page.name for page in pages] == ["step-000001.html", "step-000002.html"]
+    first, second = map(data_of, pages)
+    assert [s["prompt"] for s in first["samples"]] == [s["prompt"] for s in second["samples"]]
+    assert len(set(second["samples"][0]["series"]["value"])) > 1  # from the critic
+    assert (watched / "model" / "model.safetensors").read_bytes() == (run / "model" / "model.safetensors").read_bytes()
+
+
+def test_pages_during_training_refuse_what_they_cannot_show(tmp_path):
+    with pytest.raises(ConfigError, match="inspect_every=-1 must be at least 0"):
+        trained(tmp_path, inspect_every=-1)

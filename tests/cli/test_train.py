@@ -266,7 +266,7 @@ def test_the_list_of_what_a_run_writes_is_complete(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     (tmp_path / "run" / "checkpoint-best").mkdir()
-    changes = {"log_completions": True, "gate_statistic": "statistics_of_a_run:own"}
+    changes = {"log_completions": True, "inspect_every": 1, "gate_statistic": "statistics_of_a_run:own"}
     train_here = recipe(tmp_path, max_steps=1, hub_token="hf_secret_of_the_file_1234", **changes)
     from comppo.cli.train import train
 

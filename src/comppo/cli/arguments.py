@@ -59,6 +59,10 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Any, Any]:
         heldout_every: int = field(
             default=0, metadata={"help": "Steps between greedy held-out evaluations; 0: before and after only."}
         )
+        inspect_every: int = field(
+            default=0,
+            metadata={"help": "Steps between inspect pages of the same prompts, in output_dir/inspect; 0: none."},
+        )
         resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
 
     class Parser(TrlParser):

@@ -151,10 +151,9 @@ def _sampled(source: "Sampled", device: str, reward: Sequence[str], **wanted: An
         critic=load_critic(Path(folder), model, args) if source.step is not None else None,
     )
     say(f"sampling {plan.responses} responses to each of {len(rows)} prompts")
-    title = f"Credit in {model_files.printable(folder)}"
-    if settings is not None and source.step is not None:
-        title = f"{settings.title}, step {source.step}"
-    sampled = f"Responses sampled from {model_files.printable(folder)} with seed {plan.seed}."
+    name = model_files.printable(Path(folder).name or folder)
+    title = f"{settings.title}, {name}" if settings is not None else f"Credit in {name}"
+    sampled = f"Responses sampled from {name} with seed {plan.seed}."
     return sample_and_inspect(model, tokenizer, rows, plan, title=title, notes=[sampled])
 
 

@@ -21,6 +21,7 @@ WRITTEN = (
     "model",
     "README.md",
     "completions",
+    "inspect",
 )
 """What a run writes into its folder, beside checkpoints: by `RunRecorder`, `recorded_training` and TRL."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -60,6 +61,8 @@ def train(arguments: list[str]) -> None:
 
     task = load_task(spec, seed=args.seed, params=params)
     trainer = make_trainer(task, args, model_args)
+    if script.inspect_every:
+        trainer.add_callback(inspect_callback(trainer, task, folder, every=script.inspect_every))
 
     from comppo.study.record import RunRecorder, masked_command, versions
     from comppo.study.run import recorded_training
@@ -92,6 +95,16 @@ def train(arguments: list[str]) -> None:
     )
     if recorder is not None:
         show(result, folder)
+
+
+def inspect_callback(trainer: Any, task: Any, folder: Path, *, every: int) -> Any:
+    """What writes inspect pages into `folder` while `trainer` trains on `task`; errors as `InspectCallback`'s."""
+    from comppo.cli.inspect import taken
+    from comppo.inspect.training import PROMPTS, InspectCallback
+
+    return InspectCallback(
+        trainer, taken(task, PROMPTS), reward_funcs=task.reward_funcs, folder=folder / "inspect", every=every
+    )
 
 
 def make_trainer(task: Any, args: Any, model_args: Any) -> Any:
@@ -180,6 +193,8 @@ def check_fields(script: Any, args: Any) -> None:
     """Refuse fields of TRL's that would have no effect here, and numbers out of range."""
     if script.heldout_every < 0:
         raise ConfigError(f"heldout_every={script.heldout_every!r} must be at least 0: 0 is before and after only.")
+    if script.inspect_every < 0:
+        raise ConfigError(f"inspect_every={script.inspect_every!r} must be at least 0: 0 is no page.")
     refused = {
         "dataset_streaming": (script.dataset_streaming, "data sets are read as a whole: leave it out"),
         "ignore_bias_buffers": (script.ignore_bias_buffers, "it has no effect here: leave it out"),

@@ -169,6 +169,12 @@ def load_critic(folder: Path, model: Any, args: Any) -> Critic | None:
     runner = CriticRunner(model, args, Processes(), torch.device(model.device))
     checkpoint.load(folder, runner)
 
+    return critic_of(runner)
+
+
+def critic_of(runner: Any) -> Critic:
+    """A `CriticRunner`, as it is now, as `Plan` takes it."""
+
     def values(batch: Batch, computation: Computation, baseline: Tensor) -> Tensor:
         inputs = runner.inputs(
             computation,
@@ -177,6 +183,7 @@ def load_critic(folder: Path, model: Any, args: Any) -> Critic | None:
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
         )
-        return runner.values(inputs)
+        found: Tensor = runner.values(inputs)
+        return found
 
     return values

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comppo.computation import Computation, read_computation
+from comppo.computation import DEFAULT_LAYERS, DEFAULT_STATISTIC, Computation, read_computation
+from comppo.computation.reading import of_attention
+from comppo.computation.summaries import name_of
 from comppo.errors import ConfigError, UnreadableModelError
 from comppo.evaluation.greedy import Response, Scoring, evaluating, generate_responses, score_responses
 from comppo.evidence.rewards import place_rewards
@@ -312,7 +314,10 @@ def _operators(
 
 
 def _notes(scored: bool, plan: Plan) -> list[str]:
-    gates = "Gates are standardised over the responses on this page, as in training over those of a batch."
+    statistic, layers = plan.reading.get("statistic", DEFAULT_STATISTIC), plan.reading.get("layers", DEFAULT_LAYERS)
+    named = name_of(statistic) if of_attention(statistic) else statistic
+    read = f"The statistic is {named}, layers: {layers}. " if isinstance(named, str) else ""
+    gates = f"{read}Gates are standardised over the responses on this page, as in training over those of a batch."
     if not scored:
         return [
             gates,
