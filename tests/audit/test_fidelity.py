@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import markov
 import pytest
@@ -289,6 +290,15 @@ def test_shapes_that_do_not_fit_are_named():
         fidelity(A, prompts=torch.arange(3))
     with pytest.raises(EvidenceError, match=r"drift\['it'\] has shape"):
         credit_fidelity({"it": A}, A, A, MASK, drift={"it": A[:, :3]})
+
+
+def test_the_example_of_the_documentation_runs():
+    text = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
+    names: dict = {}
+    torch.manual_seed(0)
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    report = names["report"]
+    assert report["mine"].fidelity == pytest.approx(2**-0.5, abs=0.1) and math.isnan(report["constant"].fidelity)
 
 
 def test_auditing_tensors_loads_neither_transformers_nor_trl():

@@ -167,7 +167,7 @@ def _load(config: AuditConfig) -> tuple[Policy, list[dict[str, Any]], list[dict[
     )
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(parameter.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().data)
     return policy, chosen, [train[index] for index in order[:theirs]], f"{config.task} {digest.hexdigest()}"
 
 
