@@ -253,6 +253,16 @@ def test_running_text_prompts_and_hostile_prompts(visit, tmp_path):
     assert page.evaluate("typeof window.ran") == "undefined"
 
 
+def test_numbers_without_any_operator(visit, tmp_path):
+    path = report(
+        tmp_path / "bare.html", responses=[["a", "b", "c"]], operators={}, values=torch.tensor([[0.1, 0.5, 0.9]])
+    )
+    page = visit(path)
+    assert not page.locator("#operator").is_visible() and page.text_content("#quantity-name") == "Value V."
+    page.click("#r0t1")
+    assert "0.5" in page.text_content("#detail") and len(set(look(page))) == 3
+
+
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 def test_nothing_breaks_the_layout(visit, tmp_path, width):
     texts = [["x" * 3000, " y", "\n", "字" * 800], ["🦙" * 500, "z"]]

@@ -50,7 +50,8 @@ def test_they_are_those_of_the_matrix(make, implementation):
     layers, places = (0, 2), slice(29, 69)
     found = top_keys(model, ids, layers=layers, positions=places, count=4)
     model.set_attn_implementation("eager")
-    matrices = model(ids[None], output_attentions=True).attentions
+    with torch.no_grad():
+        matrices = model(ids[None], output_attentions=True).attentions
     rows = torch.stack([matrices[layer][0].mean(0) for layer in layers]).mean(0)[places]
     assert len(found) == 40
     for row, keys in zip(rows, found, strict=True):
