@@ -153,6 +153,13 @@ def test_what_is_refused(run, tmp_path, monkeypatch, arguments, said):
     assert not list(tmp_path.iterdir())
 
 
+def test_rewards_without_their_columns_are_refused(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text(PROMPT)
+    message = refused(ConfigError, "bundled", "--prompt-file", file, "--reward", "exact_match")
+    assert "reward 'exact_match' needs answer, which the prompts do not have" in message
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from comppo.inspect import report
+from comppo.inspect import report, write_page
+from comppo.report.inspection import Inspection, Quantity, Sample
 from comppo.report.visible import pieces
 
 from .conftest import OTHERS, WORDS, batch, tokenise, write
@@ -243,6 +244,22 @@ def test_hostile_text_is_text(visit, tmp_path):
     hidden = "[...document.querySelectorAll('body *:not(script)')].flatMap(e => [...e.childNodes])"
     text = page.evaluate(f"{hidden}.filter(n => n.nodeType === 3).map(n => n.data).join('')")
     assert not set(text) & set("\u202e\u2028\u2029\u200b\ufeff\x00\x1b\x07")
+
+
+@pytest.mark.parametrize("key", ["__proto__", "constructor", "toString", "advantages"])
+def test_quantities_may_have_any_key(visit, tmp_path, key):
+    samples = [
+        Sample(label="a", tokens=["x", "y"], credit=[], series={key: [0.25, 4.0]}),
+        Sample(label="b", tokens=["x"], credit=[], series={}),
+    ]
+    quantity = Quantity(key=key, label=key, sentence="Odd.")
+    page = visit(
+        write_page(tmp_path / "odd.html", Inspection(title="t", operators=[], samples=samples, quantities=[quantity]))
+    )
+    page.click("#r0t1")
+    assert page.locator("#detail tr.now td").text_content() == "4"
+    page.click("#r1t0")
+    assert page.locator("#detail tr").count() == 0
 
 
 def test_running_text_prompts_and_hostile_prompts(visit, tmp_path):

@@ -1,6 +1,7 @@
 """`comppo inspect`: one page on which a person reads where credit goes, token by token."""
 
 import contextlib
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from comppo.cli.check_model import device_of, quiet_transformers, say
 from comppo.cli.extras import require_training
 from comppo.cli.model_files import quoted
 from comppo.errors import ConfigError
+from comppo.evidence.verifiers import reward_name
 
 DEFAULT_TOKENS = 256
 
@@ -141,6 +143,7 @@ def _sampled(source: "Sampled", device: str, reward: Sequence[str], **wanted: An
         wanted["max_new_tokens"] = wanted["max_new_tokens"] or task.max_completion_length
         if not functions and _fits(rows, task):
             functions = task.reward_funcs
+    _check_columns(functions, rows)
     weights = args.reward_weights if len(args.reward_weights or ()) == len(functions) else None
     model, tokenizer = _loaded(folder, source.revision, source.dtype, device)
     plan = plan_of(
@@ -202,6 +205,20 @@ def taken(task: Any, count: int) -> list[dict[str, Any]]:
 def _fits(rows: Sequence[dict[str, Any]], task: Any) -> bool:
     """Whether a task's reward functions find their columns in these rows."""
     return all(set(task.train_dataset.column_names) <= set(row) for row in rows)
+
+
+def _check_columns(functions: Sequence[Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse reward functions whose arguments the rows do not have, before anything is loaded."""
+    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *rows[0]}
+    for function in functions:
+        wanted = inspect.signature(function).parameters.values()
+        named = [p for p in wanted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        missing = [p.name for p in named if p.default is p.empty and p.name not in given]
+        if missing:
+            raise ConfigError(
+                f"reward {reward_name(function)!r} needs {', '.join(missing)}, which the prompts do not have: give a "
+                ".jsonl file with these columns, or a --task that has them."
+            )
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

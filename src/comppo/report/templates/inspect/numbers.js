@@ -36,8 +36,8 @@ const creditOf = (sample) => sample.credit[state.operator] || null;
 const chosen = (sample, t) => sample.trained === null || sample.trained[t] === 1;
 
 function seriesOf(sample, key, credit) {
-  if (key in OF_OPERATORS) return (credit && credit[OF_OPERATORS[key]]) || null;
-  return sample.series[key] || null;
+  if (Object.hasOwn(OF_OPERATORS, key)) return (credit && credit[OF_OPERATORS[key]]) || null;
+  return Object.hasOwn(sample.series, key) ? sample.series[key] : null;
 }
 
 /** Row t of the transport kernel, K[t, u] for every u, or null where the operator did not say how it carries. */
@@ -73,7 +73,7 @@ const scales = new Map();
 /** What the ends of a scale stand for: the 2nd and 98th percentile over all responses, so that outliers do not
  * bleach the rest; of the size, where the scale has two sides. */
 function scaleOf(quantity, operator) {
-  const name = quantity.key in OF_OPERATORS ? quantity.key + " " + operator : quantity.key;
+  const name = Object.hasOwn(OF_OPERATORS, quantity.key) ? quantity.key + " " + operator : quantity.key;
   if (!scales.has(name)) {
     const all = [];
     for (const sample of page.samples) {
