@@ -158,7 +158,7 @@ function options(name, items, change) {
 options("quantity", page.quantities, recolour);
 options("operator", page.operators, changeOperator);
 for (const { label, sentence } of [...page.quantities, ...page.operators]) {
-  find("glossary").append(make("dt", "", label), make("dd", "", sentence));
+  if (sentence) find("glossary").append(make("dt", "", label), make("dd", "", sentence));
 }
 find("search").addEventListener("input", (event) => search(event.target.value));
 find("search").addEventListener("keydown", (event) => {
