@@ -61,6 +61,20 @@ def test_the_family_is_fooled_no_more_often_than_five_times_in_a_hundred():
     assert fooled / 200 <= 0.05 + 2 * 0.0154
 
 
+def test_responses_that_say_nearly_the_same_count_as_one_prompt():
+    """Six prompts with four copies each: as 24 responses they fool the test often, as groups they do not."""
+
+    def fooled(prompts):
+        found = 0
+        for seed in range(100):
+            copies = [part[:6].repeat_interleave(4, 0) for part in draw(500 + seed)]
+            found += bool((run(*copies, permutations=99, prompts=prompts).p_value <= 0.05).any())
+        return found / 100
+
+    assert fooled(None) > 0.2
+    assert fooled(torch.arange(24) // 4) <= 0.05 + 2 * 0.022
+
+
 def test_segments_are_units_with_the_means_of_their_tokens():
     importance, channels, ids, surprisal, mask = draw(3)
     segments = torch.where(mask, torch.arange(TOKENS) // 4, -1)

@@ -1,9 +1,10 @@
 """Is a statistic of the computation a faithful proxy of a token's importance? Correlations with |true advantage|.
 
 Partial correlations are those of what is left of statistic and importance after position, token identity and surprisal
-were removed by least squares. The test shifts each response's importance cyclically by a random number of places, which
-keeps its course along the response, and takes the greatest |correlation| over all channels: p-values are corrected for
-the number of layers, heads and statistics (Westfall and Young 1993).
+were removed by least squares. The test shifts importance cyclically along the responses, all responses of a prompt by
+the same random share of their length: its course along a response stays, and so does what the responses of a prompt
+have in common. It takes the greatest |correlation| over all channels: p-values are corrected for the number of layers,
+heads and statistics (Westfall and Young 1993).
 """
 
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ def proxy_test(
     token_ids: Int[Tensor, "rows tokens"],
     input_tokens: Int[Tensor, "rows tokens"],
     surprisal: Float[Tensor, "rows tokens"],
+    prompts: Int[Tensor, " rows"] | None = None,
     segments: Int[Tensor, "rows tokens"] | None = None,
     permutations: int = 1000,
     seed: int = 0,
@@ -54,6 +56,7 @@ def proxy_test(
         token_ids: the emitted tokens.
         input_tokens: the tokens at the emitting positions.
         surprisal: -log p of the emitted tokens, nats.
+        prompts: which prompt each response answers; None: each its own.
         segments: where the truth is known for segments, each is one unit, with the mean of its tokens.
         permutations: at least 99.
         seed: of the permutations.
@@ -89,11 +92,14 @@ def proxy_test(
     channels = statistics.shape[2]
     importance, given, values = units[:, 0].abs(), units[:, 1:-channels], units[:, -channels:]
     observed = _correlations(values, importance[:, None])[:, 0]
-    left = _residuals(torch.cat((importance[:, None], values), 1), given)
+    basis = _basis(given)
+    left = _residuals(torch.cat((importance[:, None], values), 1), basis)
     partial = _correlations(left[:, 1:], left[:, :1])[:, 0]
     generator = torch.Generator().manual_seed(seed)
-    shifted = torch.stack([_shifted(left[:, 0], rows, generator) for _ in range(permutations)], 1)
-    greatest = _correlations(left[:, 1:], shifted).abs().nan_to_num(0.0).amax(0)
+    groups = torch.arange(len(mask)) if prompts is None else torch.unique(prompts.cpu(), return_inverse=True)[1]
+    shifted = torch.stack([_shifted(left[:, 0], rows, groups, generator) for _ in range(permutations)], 1)
+    # What was shifted is no longer free of the covariates; left like that, many of them make the test too lenient
+    greatest = _correlations(left[:, 1:], _residuals(shifted, basis)).abs().nan_to_num(0.0).amax(0)
     beaten = (greatest[None] >= partial.abs()[:, None]).sum(1)
     p_value = torch.where(partial.isnan(), torch.nan, (1 + beaten) / (1 + permutations))
     return ProxyReport(correlation=observed, partial=partial, p_value=p_value.double(), units=len(importance))
@@ -119,15 +125,20 @@ def _units(columns: Tensor, mask: Tensor, segments: Tensor | None) -> tuple[Tens
     return sums / counts[:, None], known // (int(segments.max()) + 1)
 
 
-def _residuals(values: Tensor, given: Tensor) -> Tensor:
-    """What is left of each column after least squares on `given` and a constant; 0 where only rounding error is."""
-    centred = values - values.mean(0)
+def _basis(given: Tensor) -> Tensor:
+    """Orthonormal columns that span the covariates without their means."""
     base = given - given.mean(0)
     scale = base.norm(dim=0)
     base = base[:, scale > 0] / scale[scale > 0]
+    left: Tensor
     left, singular, _ = torch.linalg.svd(base, full_matrices=False)
-    left = left[:, singular > 1e-10 * singular.amax()] if len(singular) else left
-    rest = centred - left @ (left.T @ centred)
+    return left[:, singular > 1e-10 * singular.amax()] if len(singular) else left
+
+
+def _residuals(values: Tensor, basis: Tensor) -> Tensor:
+    """What is left of each column after least squares on the basis and a constant; 0 where only rounding error is."""
+    centred = values - values.mean(0)
+    rest = centred - basis @ (basis.T @ centred)
     return torch.where(rest.norm(dim=0) > 1e-9 * values.norm(dim=0), rest, 0.0)
 
 
@@ -138,11 +149,12 @@ def _correlations(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(norms > 0, a.T @ b / torch.where(norms > 0, norms, 1.0), torch.nan)
 
 
-def _shifted(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """Each row's values, moved on by a random number of places and around its end."""
+def _shifted(values: Tensor, rows: Tensor, groups: Tensor, generator: torch.Generator) -> Tensor:
+    """Each row's values, moved on and around its end by a random share of its length, one share for each group."""
     known, lengths = torch.unique_consecutive(rows, return_counts=True)
     starts = lengths.cumsum(0) - lengths
-    shift = (torch.rand(len(known), generator=generator, dtype=torch.float64) * lengths).long()
+    share = torch.rand(int(groups.max()) + 1, generator=generator, dtype=torch.float64)
+    shift = (share[groups[known]] * lengths).long()
     each = torch.arange(len(known)).repeat_interleave(lengths)
     place = torch.arange(len(rows)) - starts[each]
     return values[starts[each] + (place + shift[each]) % lengths[each]]

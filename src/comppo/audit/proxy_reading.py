@@ -49,6 +49,7 @@ def read_proxies(
         token_ids=batch.completion_ids,
         input_tokens=batch.input_ids[:, -tokens - 1 : -1],
         surprisal=-computation.logps,
+        prompts=batch.prompts,
         segments=truth.segments if every > 1 else None,
         seed=seed,
     )
