@@ -70,3 +70,36 @@ def exact_state_values(prompt, response, seed=0):
     tokens = [prompt[-1], *response[:-1]]
     inside = [values[LIMIT - t, token] for t, token in enumerate(tokens)]
     return torch.stack([*inside, torch.tensor(reward(prompt, response), dtype=torch.float64)])
+
+
+def simulate(prompts, group, continuations, generator):
+    """Responses to random one-token prompts, straight from the table; values with the noise of real continuations.
+
+    Continuations of a state are right with the chance V(state), so the mean of k of them is binomial(k, V) / k.
+
+    Returns:
+        Exact advantages, those of two halves of the continuations, and mask: (prompts * group, LIMIT) each; outcomes.
+    """
+    rows, half = prompts * group, continuations // 2
+    table, values = transitions(), exact_values()
+    good = torch.zeros(VOCABULARY, dtype=torch.float64)
+    good[list(GOOD)] = 1.0
+    state = torch.randint(2, VOCABULARY, (prompts,), generator=generator).repeat_interleave(group)
+    going, outcome = torch.ones(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.float64)
+    worth, mask = torch.zeros(rows, LIMIT, dtype=torch.float64), torch.zeros(rows, LIMIT, dtype=torch.bool)
+    for t in range(LIMIT):
+        mask[:, t] = going
+        worth[:, t] = torch.where(going, values[LIMIT - t, state], 0.0)
+        token = torch.multinomial(table[state], 1, generator=generator).squeeze(1)
+        ends = going & (token == EOS)
+        outcome = torch.where(ends, good[state], outcome)
+        going = going & ~ends
+        state = torch.where(going, token, state)
+    drawn = [torch.binomial(torch.full_like(worth, half), worth, generator=generator) / half for _ in range(2)]
+    last = mask & ~torch.cat((mask[:, 1:], torch.zeros_like(mask[:, :1])), 1)
+
+    def advantages(v):
+        after = torch.cat((v[:, 1:], torch.zeros_like(v[:, :1])), 1)
+        return torch.where(mask, torch.where(last, outcome[:, None], after) - v, 0.0)
+
+    return advantages(worth), advantages(drawn[0]), advantages(drawn[1]), mask, outcome

@@ -260,6 +260,29 @@ def test_on_a_chain_with_known_values_the_truth_comes_first_and_wrong_operators_
     assert report["exact"].difference_low > 0
 
 
+def broadcast_credit(outcome, group, mask):
+    """Reward minus the group's mean, at every token."""
+    grouped = outcome.view(-1, group)
+    return (grouped - grouped.mean(1, keepdim=True)).view(-1, 1).expand(mask.shape)
+
+
+def test_on_the_chain_intervals_cover_the_exact_fidelity_of_a_broadcast():
+    """Target: the correlation with exact advantages over 100 000 responses. 300 audits of 16 prompts x 4 responses."""
+    generator = torch.Generator().manual_seed(0)
+    exact, _, _, mask, outcome = markov.simulate(25_000, 4, 16, generator)
+    credit = broadcast_credit(outcome, 4, mask)
+    target = float(torch.corrcoef(torch.stack((credit[mask], exact[mask])))[0, 1])
+    prompts, covered, values = torch.arange(16).repeat_interleave(4), 0, []
+    for seed in range(300):
+        _, first, second, mask, outcome = markov.simulate(16, 4, 16, generator)
+        credit = broadcast_credit(outcome, 4, mask)
+        row = credit_fidelity({"it": credit}, first, second, mask, prompts=prompts, bootstrap=200, seed=seed)["it"]
+        covered += row.low <= target <= row.high
+        values.append(row.fidelity)
+    assert torch.tensor(values).mean() == pytest.approx(target, abs=0.02)
+    assert 0.91 <= covered / 300 <= 0.99
+
+
 def test_wrong_orders_by_hand():
     mask = torch.tensor([[True, False, True, True], [False, True, False, False]])
     credit = torch.tensor([[1.0, 9.0, 2.0, 3.0], [9.0, 4.0, 9.0, 9.0]])
