@@ -56,15 +56,19 @@ document.addEventListener("keydown", (event) => {
 // Search --------------------------------------------------------------------------------------------------------
 
 function search(wanted) {
-  for (const hit of state.hits) for (let u = hit.from; u <= hit.to; u++) hit.panel.tokens[u].element.classList.remove("hit", "hit-now");
+  for (const hit of state.hits) for (const element of elementsOf(hit)) element.classList.remove("hit", "hit-now");
   state.hits = [];
   state.hit = -1;
   if (wanted) {
     const pattern = new RegExp(wanted.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
     for (const panel of panels) findIn(panel, pattern);
-    for (const hit of state.hits) for (let u = hit.from; u <= hit.to; u++) hit.panel.tokens[u].element.classList.add("hit");
+    for (const hit of state.hits) for (const element of elementsOf(hit)) element.classList.add("hit");
   }
   showMatches(wanted);
+}
+
+function elementsOf({ panel, from, to }) {
+  return panel.tokens.slice(from, to + 1).map((token) => token.element);
 }
 
 function findIn(panel, pattern) {
@@ -83,7 +87,8 @@ function findIn(panel, pattern) {
 
 function showMatches(wanted) {
   const count = state.hits.length;
-  find("matches").textContent = !wanted ? "" : count === 0 ? "no match" : (state.hit < 0 ? "" : state.hit + 1 + " of ") + count;
+  const place = state.hit < 0 ? "" : state.hit + 1 + " of ";
+  find("matches").textContent = !wanted ? "" : count === 0 ? "no match" : place + count;
   find("previous").disabled = find("next").disabled = count === 0;
 }
 
@@ -92,7 +97,7 @@ function stepHit(by) {
   if (!count) return;
   const mark = (on) => {
     const hit = state.hits[state.hit];
-    if (hit) for (let u = hit.from; u <= hit.to; u++) hit.panel.tokens[u].element.classList.toggle("hit-now", on);
+    if (hit) for (const element of elementsOf(hit)) element.classList.toggle("hit-now", on);
   };
   mark(false);
   state.hit = state.hit < 0 ? (by > 0 ? 0 : count - 1) : (state.hit + by + count) % count;
@@ -126,7 +131,10 @@ function promptOf(sample) {
     const inner = make("div", "text");
     inner.dir = "auto";
     let length = 0;
-    for (const [text, mark] of sample.text) { inner.append(mark ? make("span", "m", text) : text); length += text.length; }
+    for (const [text, mark] of sample.text) {
+      inner.append(mark ? make("span", "m", text) : text);
+      length += text.length;
+    }
     box.append(inner);
     box.open = length <= 1200;
   } else return { box: null, tokens };
@@ -144,7 +152,8 @@ function build() {
     count += 1;
     const { box, tokens } = promptOf(members[0][0]), grid = make("div", "panels");
     for (const [sample, index] of members) grid.append(buildPanel(sample, index, tokens));
-    main.append(make("section", "", make("h2", "", groups.size > 1 ? "Prompt " + count : "Responses"), ...(box ? [box] : []), grid));
+    const heading = make("h2", "", groups.size > 1 ? "Prompt " + count : "Responses");
+    main.append(make("section", "", heading, ...(box ? [box] : []), grid));
   }
 }
 

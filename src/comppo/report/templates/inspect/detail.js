@@ -21,12 +21,13 @@ function activate(panel, t) {
 }
 
 function keysOf(panel, t) {
-  const { keys, prompt } = panel.sample;
+  const { keys, prompt, tokens } = panel.sample;
   if (!keys || !panel.prompt) return [];
   return keys[t].map(([position, weight]) => {
-    const inside = position - prompt.length;
-    return { weight, away: t + prompt.length - 1 - position, token: inside < 0 ? panel.prompt[position] : panel.tokens[inside],
-             id: inside < 0 ? prompt[position] : panel.sample.tokens[inside] };
+    const inside = position - prompt.length, away = t - 1 - inside;
+    return inside < 0
+      ? { weight, away, token: panel.prompt[position], id: prompt[position] }
+      : { weight, away, token: panel.tokens[inside], id: tokens[inside] };
   });
 }
 
@@ -58,89 +59,117 @@ function rowOf(label, ...values) {
   return make("tr", "", heading, ...values.map((value) => make("td", "", value)));
 }
 
+function tableOf(heads, rows) {
+  const table = make("table", "wide");
+  table.append(make("thead", "", make("tr", "", ...heads.map((text) => make("th", "", text)))), ...rows);
+  return table;
+}
+
 function showDetail() {
   const box = find("detail"), active = state.active;
   box.classList.toggle("empty", !active);
   if (!active) {
-    box.replaceChildren(make("p", "", "Point at a token, or move with the arrow keys, for its numbers. Click it to see where its credit comes from."));
+    const hint =
+      "Point at a token, or move with the arrow keys, for its numbers. Click it to see where its credit comes from.";
+    box.replaceChildren(make("p", "", hint));
     return;
   }
-  const { panel, t } = active, { sample } = panel, credit = creditOf(sample);
-  const close = make("button", "", "Close");
+  const { panel, t } = active, { sample } = panel, close = make("button", "", "Close");
   close.id = "close";
   close.type = "button";
   close.addEventListener("click", () => { box.classList.add("empty"); });
-  const content = [close, make("h3", "", tokenText(sample.tokens[t])),
-    make("p", "", "Token " + t + " of " + sample.tokens.length + ", " + sample.label + (chosen(sample, t) ? "" : ", not chosen by the policy"))];
-  if (state.pinned) content.push(...origin(state.pinned.panel, state.pinned.t));
-  const numbers = make("table");
+  const place = "Token " + t + " of " + sample.tokens.length + ", " + sample.label;
+  box.replaceChildren(
+    close,
+    make("h3", "", tokenText(sample.tokens[t])),
+    make("p", "", place + (chosen(sample, t) ? "" : ", not chosen by the policy")),
+    ...(state.pinned ? origin(state.pinned.panel, state.pinned.t) : []),
+    ...numbersOf(sample, t),
+    ...underEachOperator(sample, t),
+    ...lookedAt(panel, t),
+  );
+}
+
+function numbersOf(sample, t) {
+  const table = make("table"), credit = creditOf(sample);
   page.quantities.forEach((quantity, index) => {
     const values = seriesOf(sample, quantity.key, credit);
     if (!values) return;
     const row = rowOf(quantity.label, number(values[t], quantity.scale === "diverging"));
     if (index === state.quantity) row.className = "now";
-    numbers.append(row);
-    if (quantity.key === "logp" && values[t] !== null) numbers.append(rowOf("Probability", number(Math.exp(values[t]))));
+    table.append(row);
+    if (quantity.key === "logp" && values[t] !== null) table.append(rowOf("Probability", number(Math.exp(values[t]))));
   });
-  content.push(make("h4", "", page.operators.length ? page.operators[state.operator].label : "Numbers"), numbers);
-  if (page.operators.length > 1) {
-    const others = make("table");
-    page.operators.forEach((operator, index) => {
-      const theirs = sample.credit[index];
-      const row = rowOf(operator.label, theirs ? number(theirs.advantages[t], true) : DASH);
-      if (index === state.operator) row.className = "now";
-      others.append(row);
-    });
-    content.push(make("h4", "", "Its advantage under each operator"), others);
-  }
-  const keys = keysOf(panel, t);
-  if (keys.length) {
-    const table = make("table", "wide", make("thead", "", make("tr", "", make("th", "", "Key"), make("th", "", "Share"), make("th", "", "Back"))));
-    for (const { weight, away, id } of keys) table.append(rowOf(tokenText(id), number(weight), String(away)));
-    content.push(make("h4", "", "Where its heads look"), table, make("p", "", "Mean over the heads that were read, at the position before the token. Back: tokens before that position; 0 is itself."));
-  }
-  box.replaceChildren(...content);
+  return [make("h4", "", page.operators.length ? page.operators[state.operator].label : "Numbers"), table];
+}
+
+function underEachOperator(sample, t) {
+  if (page.operators.length < 2) return [];
+  const table = make("table");
+  page.operators.forEach((operator, index) => {
+    const credit = sample.credit[index];
+    const row = rowOf(operator.label, credit ? number(credit.advantages[t], true) : DASH);
+    if (index === state.operator) row.className = "now";
+    table.append(row);
+  });
+  return [make("h4", "", "Its advantage under each operator"), table];
+}
+
+function lookedAt(panel, t) {
+  const rows = keysOf(panel, t).map(({ weight, away, id }) => rowOf(tokenText(id), number(weight), String(away)));
+  if (!rows.length) return [];
+  const meaning =
+    "Mean over the heads that were read, at the position before the token. Back: tokens before that position; 0 is " +
+    "itself.";
+  return [make("h4", "", "Where its heads look"), tableOf(["Key", "Share", "Back"], rows), make("p", "", meaning)];
 }
 
 /** Where the advantage of a pinned token comes from. */
 function origin(panel, t) {
   const { sample } = panel, credit = creditOf(sample), row = kernelRow(sample, credit, t);
-  const heading = make("h4", "", "Where the advantage of token " + t + " (", tokenText(sample.tokens[t]), ") comes from");
-  if (!row) {
-    const why = credit ? "This operator came as advantages alone: how it carries credit was not given." : "This operator gave this response no credit.";
-    return [heading, make("p", "", why)];
+  const token = tokenText(sample.tokens[t]);
+  const heading = make("h4", "", "Where the advantage of token " + t + " (", token, ") comes from");
+  const only = (text) => [heading, make("p", "", text)];
+  if (!credit) return only("This operator gave this response no credit.");
+  if (!row) return only("This operator came as advantages alone: how it carries credit was not given.");
+  if (!chosen(sample, t)) {
+    return only("The policy did not choose this token: it gets no credit, which passes through it unchanged.");
   }
-  if (!chosen(sample, t)) return [heading, make("p", "", "The policy did not choose this token: it gets no credit, and credit passes through it unchanged.")];
-  const terms = termsOf(sample, credit, row), content = [heading];
-  const choice = make("div", "choice");
+  const terms = termsOf(sample, credit, row), by = terms || row;
+  const order = Array.from(by.keys()).filter((u) => u >= t && by[u] !== 0);
+  order.sort((a, b) => Math.abs(by[b]) - Math.abs(by[a]) || a - b);
+  const rows = order.slice(0, 6).map((u) => {
+    const cells = terms ? [number(credit.deltas[u], true), number(terms[u], true)] : [];
+    return rowOf(make("span", "", u + " ", tokenText(sample.tokens[u])), number(row[u]), ...cells);
+  });
+  const table = tableOf(["From token", "K", ...(terms ? ["\u03b4", "K \u00b7 \u03b4"] : [])], rows);
+  return [heading, choiceOf(terms !== null), table, make("p", "", summaryOf(terms, order.slice(6)))];
+}
+
+function choiceOf(hasTerms) {
+  const box = make("div", "choice");
   for (const [label, value] of [["Terms K \u00b7 \u03b4", true], ["Share K", false]]) {
-    if (value && !terms) continue;
+    if (value && !hasTerms) continue;
     const button = make("button", "", label);
     button.type = "button";
-    button.setAttribute("aria-pressed", String(value === (state.terms && terms !== null)));
+    button.setAttribute("aria-pressed", String(value === (state.terms && hasTerms)));
     button.addEventListener("click", () => { state.terms = value; recolour(); });
-    choice.append(button);
+    box.append(button);
   }
-  content.push(choice);
-  const by = terms || row, order = Array.from(by.keys()).filter((u) => u >= t && by[u] !== 0).sort((a, b) => Math.abs(by[b]) - Math.abs(by[a]) || a - b);
-  const head = ["From token", "K", ...(terms ? ["\u03b4", "K \u00b7 \u03b4"] : [])];
-  const table = make("table", "wide", make("thead", "", make("tr", "", ...head.map((text) => make("th", "", text)))));
-  for (const u of order.slice(0, 6)) {
-    const cells = terms ? [number(row[u]), number(credit.deltas[u], true), number(terms[u], true)] : [number(row[u])];
-    table.append(rowOf(make("span", "", u + " ", tokenText(sample.tokens[u])), ...cells));
-  }
-  content.push(table);
-  const rest = order.slice(6);
-  if (terms) {
-    const sum = terms.reduce((a, b) => a + b, 0), left = rest.reduce((a, u) => a + terms[u], 0);
-    content.push(make("p", "", (rest.length ? rest.length + " further tokens add " + number(left, true) + ". " : "") + "The terms add up to " + number(sum, true) + "."));
-  } else if (rest.length) content.push(make("p", "", rest.length + " further tokens."));
-  return content;
+  return box;
+}
+
+function summaryOf(terms, rest) {
+  if (!terms) return rest.length ? rest.length + " further tokens." : "";
+  const total = (values) => number(values.reduce((a, b) => a + b, 0), true);
+  const further = rest.length ? rest.length + " further tokens add " + total(rest.map((u) => terms[u])) + ". " : "";
+  return further + "The terms add up to " + total(Array.from(terms)) + ".";
 }
 
 function speak(panel, t) {
-  const { sample } = panel, credit = creditOf(sample), quantity = page.quantities[state.quantity];
-  const values = quantity ? seriesOf(sample, quantity.key, credit) : null;
+  const { sample } = panel, quantity = page.quantities[state.quantity];
+  const values = seriesOf(sample, quantity.key, creditOf(sample));
   const text = page.vocabulary[sample.tokens[t]][1].map(([piece]) => piece).join("");
-  find("spoken").textContent = "Token " + t + ", " + text + (values ? ", " + quantity.label + " " + number(values[t], true) : "");
+  const said = values ? ", " + quantity.label + " " + number(values[t], true) : "";
+  find("spoken").textContent = "Token " + t + ", " + text + said;
 }

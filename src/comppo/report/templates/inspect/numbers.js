@@ -66,6 +66,11 @@ function termsOf(sample, credit, row) {
   return credit.deltas ? row.map((share, u) => share * (credit.deltas[u] ?? 0)) : null;
 }
 
+const span = (values) => ({
+  low: values.reduce((a, b) => Math.min(a, b), Infinity),
+  high: values.reduce((a, b) => Math.max(a, b), -Infinity),
+});
+
 // Scales --------------------------------------------------------------------------------------------------------
 
 const scales = new Map();
@@ -80,7 +85,8 @@ function scaleOf(quantity, operator) {
       const values = seriesOf(sample, quantity.key, sample.credit[operator]);
       if (values) values.forEach((value, t) => { if (value !== null && chosen(sample, t)) all.push(value); });
     }
-    const ordered = Float64Array.from(all, (value) => (quantity.scale === "diverging" ? Math.abs(value) : value)).sort();
+    const size = quantity.scale === "diverging" ? Math.abs : (value) => value;
+    const ordered = Float64Array.from(all, (value) => size(value)).sort();
     const at = (share) => ordered[Math.min(ordered.length - 1, Math.max(0, Math.ceil(share * ordered.length) - 1))];
     const last = ordered.length ? ordered[ordered.length - 1] : 0;
     if (quantity.scale === "diverging") scales.set(name, { low: 0, high: (ordered.length && at(0.98)) || last || 1 });

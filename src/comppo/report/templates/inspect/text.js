@@ -15,13 +15,16 @@ function colourPanel(panel) {
   panel.row = null;
   tokens.forEach((token, t) => token.element.classList.toggle("before", row !== null && t < pinned));
   if (row) {
-    const shown = terms || row, scale = { low: 0, high: shown.reduce((most, x) => Math.max(most, Math.abs(x)), 0) || 1 };
+    const shown = terms || row, most = shown.reduce((greatest, x) => Math.max(greatest, Math.abs(x)), 0);
+    const scale = { low: 0, high: most || 1 };
     panel.row = { kind: terms ? "diverging" : "sequential", scale };
     tokens.forEach((token, t) => paint(token, t < pinned ? "na" : classFor(shown[t], panel.row.kind, scale)));
     return;
   }
   const values = seriesOf(sample, quantity.key, credit), scale = scaleOf(quantity, state.operator);
-  tokens.forEach((token, t) => paint(token, values && chosen(sample, t) ? classFor(values[t], quantity.scale, scale) : "na"));
+  tokens.forEach((token, t) => {
+    paint(token, values && chosen(sample, t) ? classFor(values[t], quantity.scale, scale) : "na");
+  });
 }
 
 function recolour() {
@@ -47,7 +50,11 @@ function showLegend() {
   const quantity = page.quantities[state.quantity], operator = page.operators[state.operator];
   const row = state.pinned ? state.pinned.panel.row : null;
   const scale = row ? row.scale : scaleOf(quantity, state.operator), form = row ? row.kind : quantity.scale;
-  const { low, high } = { diverging: { low: -scale.high, high: scale.high }, falling: { low: scale.high, high: scale.low } }[form] || scale;
+  const { low, high } = {
+    diverging: { low: -scale.high, high: scale.high },
+    falling: { low: scale.high, high: scale.low },
+    sequential: scale,
+  }[form];
   const ends = [number(low, form === "diverging"), number(high, form === "diverging")];
   find("ramp").replaceChildren(ends[0], steps(form), ends[1]);
   find("ramp").setAttribute("aria-label", "Colour scale from " + ends[0] + " to " + ends[1]);
@@ -57,7 +64,8 @@ function showLegend() {
   find("operator-sentence").textContent = operator ? operator.sentence : "";
   if (!row) return;
   const { panel, t } = state.pinned;
-  find("quantity-name").textContent = (row.kind === "diverging" ? "Terms of the advantage of token " : "Share of later credit that reaches token ") + t + ".";
+  const what = row.kind === "diverging" ? "Terms of the advantage of token" : "Share of later credit that reaches token";
+  find("quantity-name").textContent = what + " " + t + ".";
   find("quantity-sentence").textContent = "Coloured in " + panel.sample.label + "; Esc or a second click goes back.";
 }
 
@@ -118,9 +126,9 @@ function showSummary(panel) {
   parts.push(sample.tokens.length + (sample.tokens.length === 1 ? " token" : " tokens"));
   if (credit) {
     const known = credit.advantages.filter((value, t) => value !== null && chosen(sample, t));
-    const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+    const { low, high } = span(known), same = high - low <= 1e-6 * Math.max(1, Math.abs(high));
     if (!known.length) parts.push("no advantage");
-    else if (high - low <= 1e-6 * Math.max(1, Math.abs(high))) parts.push("each token's advantage " + number(high, true));
+    else if (same) parts.push("each token's advantage " + number(high, true));
     else parts.push("advantages from " + number(low, true) + " to " + number(high, true));
   } else if (page.operators.length) parts.push("this operator gave it no credit");
   panel.summary.textContent = parts.join(" \u00b7 ");
@@ -136,13 +144,15 @@ function showCurves(panel) {
   ];
   panel.cursors = [];
   panel.curves.replaceChildren();
-  for (const [name, values] of shown) if (values && values.length > 1) panel.curves.append(...curve(panel, name, values));
+  for (const [name, values] of shown) {
+    if (values && values.length > 1) panel.curves.append(...curve(panel, name, values));
+  }
   moveCursors(panel);
 }
 
 function curve(panel, name, values) {
   const known = values.filter((value) => value !== null), last = values.length - 1;
-  const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  const { low, high } = span(known);
   const range = known.length ? number(low, false, 3) + " to " + number(high, false, 3) : DASH;
   const svg = draw("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img" });
   svg.setAttribute("aria-label", name + " along the response, " + range);
