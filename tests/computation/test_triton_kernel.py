@@ -27,7 +27,7 @@ if not os.environ.get("COMPPO_UNHOOKED"):
     from jaxtyping import install_import_hook
     install_import_hook(["comppo.computation"], "beartype.beartype")
 import torch
-from comppo.computation import triton_kernel
+from comppo.computation import triton_launch
 answers, sys.stdout = sys.stdout.buffer, sys.stderr
 while True:
     try:
@@ -35,7 +35,7 @@ while True:
     except EOFError:
         break
     try:
-        answer = True, getattr(triton_kernel, name)(*args, **options)
+        answer = True, getattr(triton_launch, name)(*args, **options)
     except Exception as error:
         answer = False, error
     pickle.dump(answer, answers)
@@ -407,9 +407,9 @@ computation.attention_statistics(query, query, scale=1.0)
 assert "triton" not in sys.modules
 if {hide}:
     sys.modules["triton"] = None
-from comppo.computation import triton_kernel
-assert not triton_kernel.supports(query, query)
-print(triton_kernel.unsupported(query, query))
+from comppo.computation import triton_launch
+assert not triton_launch.supports(query, query)
+print(triton_launch.unsupported(query, query))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
@@ -422,7 +422,7 @@ COMPILE = """
 import json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from comppo.computation import triton_kernel
+from comppo.computation import triton_launch
 
 class Absent:  # a driver whose GPU is not there: enough to compile for it
     capability = int(sys.argv[1])
@@ -439,15 +439,15 @@ def compiled(kernel, grid):
 found = []
 triton.runtime.driver.set_active(Absent())
 triton.runtime.JITFunction.__getitem__ = compiled
-triton_kernel.unsupported = lambda *args, **options: None
+triton_launch.unsupported = lambda *args, **options: None
 half = {"dtype": torch.bfloat16}
 query, key = torch.zeros(2, 8, 300, 128, **half), torch.zeros(2, 2, 300, 128, **half)
 sinks, documents = torch.zeros(2, 300, dtype=torch.bool), torch.zeros(2, 300, dtype=torch.long)
 mask, features = torch.zeros(2, 1, 300, 300, dtype=torch.bool), torch.zeros(2, 300, 64)
-triton_kernel.triton_statistics(query, key, scale=0.1, sinks=sinks, window=100)
-triton_kernel.triton_statistics(query, key, scale=0.1, sinks=sinks, mask=mask, causal=False)
-triton_kernel.triton_statistics(query.float(), key.float(), scale=0.1, mask=torch.zeros(2, 8, 300, 300), softcap=9.0)
-triton_kernel.triton_statistics(
+triton_launch.triton_statistics(query, key, scale=0.1, sinks=sinks, window=100)
+triton_launch.triton_statistics(query, key, scale=0.1, sinks=sinks, mask=mask, causal=False)
+triton_launch.triton_statistics(query.float(), key.float(), scale=0.1, mask=torch.zeros(2, 8, 300, 300), softcap=9.0)
+triton_launch.triton_statistics(
     query, key, scale=0.1, documents=documents, features=features, s_aux=torch.zeros(8), distance=True
 )
 json.dump(found, sys.stdout)
@@ -465,6 +465,6 @@ def test_it_compiles_for_gpus(capability, shared, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     found = json.loads(done.stdout)
-    assert [name for name, _, _ in found] == ["_rows_kernel"] + 3 * ["_bounds_kernel", "_rows_kernel"]
+    assert [name for name, _, _ in found] == ["rows_kernel"] + 3 * ["bounds_kernel", "rows_kernel"]
     assert all(used <= shared for _, used, _ in found)
-    assert [products > 0 for name, _, products in found if name == "_rows_kernel"] == [True, True, False, True]
+    assert [products > 0 for name, _, products in found if name == "rows_kernel"] == [True, True, False, True]

@@ -99,10 +99,10 @@ def attention_statistics(
             block_mask=block_mask,
         )
     if query.is_cuda and not callable(mask) and score_function is None:
-        from comppo.computation import triton_kernel
+        from comppo.computation import triton_launch
 
-        if triton_kernel.supports(query, key, features=features):
-            return triton_kernel.triton_statistics(
+        if triton_launch.supports(query, key, features=features):
+            return triton_launch.triton_statistics(
                 query,
                 key,
                 scale=scale,

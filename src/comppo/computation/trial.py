@@ -153,9 +153,9 @@ def _backend(query: Tensor, key: Tensor, mask: Any) -> Literal["torch", "triton"
     if hasattr(mask, "mask_mod"):
         return "flex" if flex.supports(query) else "torch"
     if query.is_cuda:
-        from comppo.computation import triton_kernel
+        from comppo.computation import triton_launch
 
-        if triton_kernel.supports(query, key):
+        if triton_launch.supports(query, key):
             return "triton"
     return "torch"
 
