@@ -5,7 +5,7 @@ import torch
 
 from comppo.errors import ConfigError
 from comppo.inspect.records import inspect_run
-from comppo.report.inspection import render
+from comppo.report.inspect_page import render
 from comppo.study.record import RunRecorder
 from comppo.transport import comp_gae
 

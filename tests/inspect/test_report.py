@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from comppo.errors import ConfigError, EvidenceError
 from comppo.inspect import OperatorCredit, operator_credit, report
 from comppo.inspect.token_text import token_texts
-from comppo.report.inspection import Inspection, Operator, Quantity, Sample, TokenCredit, as_script_data, render
+from comppo.report.inspect_page import as_script_data, render
+from comppo.report.inspection import Inspection, Operator, Quantity, Sample, TokenCredit
 
 from .conftest import OTHERS, WORDS, batch, tokenise
 

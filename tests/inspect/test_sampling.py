@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from comppo.errors import ConfigError
 from comppo.inspect.sampling import Plan, sample_and_inspect
-from comppo.report.inspection import render
+from comppo.report.inspect_page import render
 from comppo.tasks.base_models import resolve_model
 from comppo.tasks.chain import chain_reward
 

@@ -5,6 +5,6 @@ Needs no trainer and no model: advantages of TRL, verl, OpenRLHF or anything els
 
 from comppo.inspect.operators import OperatorCredit, operator_credit
 from comppo.inspect.tensors import report
-from comppo.report.inspection import write_page
+from comppo.report.inspect_page import write_page
 
 __all__ = ["OperatorCredit", "operator_credit", "report", "write_page"]

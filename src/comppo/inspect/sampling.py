@@ -3,7 +3,6 @@
 Needs Transformers, but no trainer.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,24 +15,15 @@ from comppo.computation.reading import of_attention
 from comppo.computation.summaries import name_of
 from comppo.errors import ConfigError, UnreadableModelError
 from comppo.evaluation.greedy import Response, Scoring, evaluating, generate_responses, score_responses
-from comppo.evidence.rewards import place_rewards
-from comppo.inspect.operators import OperatorCredit, operator_credit
+from comppo.inspect.sampled_credit import operators_of
 from comppo.inspect.tensors import inspect_tensors
 from comppo.inspect.token_text import token_texts
 from comppo.inspect.top_keys import top_keys
 from comppo.report.inspection import Inspection
-from comppo.trainers.pipeline import PipelineConfig, Processes, Rollout, baselines, compute_gates
-from comppo.transport import GAE, CompGAE, GroupRelative, PrefixTree, Redistribute
-from comppo.types import Evidence
+from comppo.trainers.pipeline import PipelineConfig, Processes, Rollout, baselines
 
 Critic = Callable[["Batch", Computation, Tensor], Tensor]
 """(batch, computation, baselines (rows,)) to values (rows, tokens), reward units."""
-
-CONTROLS = {
-    "shuffled": ("Shuffled gates", "Control: each response's own gates in random order over its tokens."),
-    "position_mean": ("Gates by position", "Control: every gate is the mean of the gates at its position."),
-    "inverted": ("Inverted gates", "Control: the largest gate stands where the smallest was, and so on."),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +116,7 @@ def sample_and_inspect(
     rewards = _rewards(repeated, batch, plan)
     rollout = _rollout(batch, rewards, plan)
     values = _values(batch, computation, rollout, rewards, plan)
-    operators = _operators(rollout, computation, values, rewards is not None, plan)
+    operators = operators_of(rollout, computation, values, plan.pipeline, scored=rewards is not None)
     series = {
         "statistic": computation.statistic,
         "logp": computation.logps,
@@ -243,74 +233,6 @@ def _values(
     if plan.critic is not None:
         return plan.critic(batch, computation, baseline)
     return baseline[:, None].expand_as(computation.logps).contiguous()
-
-
-def _operators(
-    rollout: Rollout, computation: Computation, values: Tensor, scored: bool, plan: Plan
-) -> dict[str, OperatorCredit]:
-    """Every operator on the same responses."""
-    pipeline = dataclasses.replace(plan.pipeline, operator="comp_gae", gate_control=None)
-    processes = Processes()
-    mask = rollout.mask & rollout.scorable[:, None]
-    rollout = dataclasses.replace(rollout, mask=mask)
-
-    def gates(control: str | None) -> Tensor:
-        found = compute_gates(rollout, computation, dataclasses.replace(pipeline, gate_control=control), processes)
-        assert found is not None, "comp_gae has gates"
-        return found
-
-    evidence = Evidence(
-        rewards=place_rewards(rollout.response_rewards, mask),
-        mask=mask,
-        response_rewards=rollout.response_rewards,
-        scorable=rollout.scorable,
-        values=values,
-        completion_ids=rollout.completion_ids,
-        weights=(1.0 - computation.logps.exp()).clamp(min=0.0),
-        num_generations=rollout.num_generations,
-    )
-    gated = CompGAE(
-        gamma=pipeline.gamma,
-        lam=pipeline.lam,
-        length_alpha=pipeline.length_adaptive_alpha,
-        gate_bootstrap=pipeline.gate_bootstrap,
-        gate_trace=pipeline.gate_trace,
-    )
-
-    def with_gates(control: str | None, about: str) -> OperatorCredit:
-        return operator_credit(gated, dataclasses.replace(evidence, gates=gates(control)), about=about)
-
-    shown = {
-        "Comp-GAE": with_gates(None, "Each token keeps of later credit the share that its gate says."),
-        "Fixed GAE": with_gates("constant", "One coefficient for every token: the mean of the gates."),
-        "GAE": operator_credit(
-            GAE(gamma=pipeline.gamma, lam=pipeline.lam, length_alpha=pipeline.length_adaptive_alpha),
-            evidence,
-            about=f"No gate: gamma {pipeline.gamma:g} and lambda "
-            f"{'by length' if pipeline.length_adaptive_alpha is not None else format(pipeline.lam, 'g')}.",
-        ),
-    }
-    if scored and rollout.num_generations > 1:
-        grpo = "The response's reward against the mean of its group, in standard deviations: the same for each token."
-        shown = {
-            "Comp-GAE": shown.pop("Comp-GAE"),
-            "GRPO": operator_credit(GroupRelative(), evidence, about=grpo),
-            **shown,
-        }
-        shown["Redistribution"] = operator_credit(
-            Redistribute(), evidence, about="GRPO's number, spread over the tokens in proportion to 1 - p, sum kept."
-        )
-        shown["Prefix tree"] = operator_credit(
-            PrefixTree(prior=pipeline.prefix_prior),
-            evidence,
-            about="V of a prefix is the mean reward of the group's other responses that share it.",
-        )
-    shown |= {label: with_gates(control, about) for control, (label, about) in CONTROLS.items()}
-    if scored:
-        sharpening = torch.where(mask, computation.entropies + computation.logps, 0.0)
-        about = "Control that ignores the reward: entropy minus surprisal. What it gains is confidence, not credit."
-        shown["Sharpening"] = OperatorCredit(advantages=sharpening, about=about)
-    return shown
 
 
 def _notes(scored: bool, plan: Plan) -> list[str]:

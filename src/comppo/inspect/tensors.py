@@ -11,14 +11,8 @@ from torch import Tensor
 from comppo.errors import ConfigError, EvidenceError
 from comppo.inspect.operators import OperatorCredit
 from comppo.inspect.token_text import token_texts
-from comppo.report.inspection import (
-    Inspection,
-    Operator,
-    Quantity,
-    Sample,
-    TokenCredit,
-    write_page,
-)
+from comppo.report.inspect_page import write_page
+from comppo.report.inspection import Inspection, Operator, Quantity, Sample, TokenCredit
 
 Texts = Sequence[Sequence[str]] | Tensor
 """Token texts of each row, or token ids (rows, tokens)."""

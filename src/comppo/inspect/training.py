@@ -11,7 +11,7 @@ from comppo.computation import readable_layers
 from comppo.errors import ConfigError
 from comppo.inspect.checkpoints import critic_of, plan_of
 from comppo.inspect.sampling import sample_and_inspect
-from comppo.report.inspection import write_page
+from comppo.report.inspect_page import write_page
 
 PROMPTS, RESPONSES = 2, 4
 
