@@ -177,6 +177,9 @@ def test_a_stopped_run_leaves_whole_responses_and_goes_on_to_the_same_end(model,
     part = valued(model, prompts, responses, batch_rows=256, records=path, budget_minutes=5 / 60, clock=Clock())
     assert part.left > 0 and part.done > 0 and part.done + part.left == whole.done
     known = ~part.rewards.isnan().any(2)
+    states = part.positions >= 0
+    complete = ((known & states) == states).all(1)
+    assert complete.any() and not complete.all()
     assert torch.equal(part.rewards[known], whole.rewards[known])
     with path.open("a") as file:  # a process killed while it wrote
         file.write('{"prefix": 99, "rew')

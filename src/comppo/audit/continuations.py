@@ -22,6 +22,8 @@ from comppo.evaluation.greedy import evaluating
 
 Score = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[float | None]]
 """(which of the given responses each one continues, ids of whole responses) -> rewards; None: unscorable."""
+BLOCK = 4
+"""Batches' worth of prefixes (or one response, if that has more) after which the responses so far are complete."""
 Progress = Callable[[int, int], None]
 """(prefixes done, prefixes in all)"""
 
@@ -104,8 +106,8 @@ def value_prefixes(
 ) -> PrefixRewards:
     """Sample continuations of every valued prefix of every response, and score them.
 
-    A prefix that several responses to one prompt share is sampled once. Responses are finished one after another, a
-    batch's worth at a time, so that a run which stops early leaves whole responses behind it.
+    A prefix that several responses to one prompt share is sampled once. Responses are finished a few batches' worth at
+    a time, so that a run which stops early leaves whole responses behind it.
 
     Args:
         model: a causal language model of Transformers; its mode and torch's random state are left as they were.
@@ -185,13 +187,23 @@ def _make_plan(
         states.append(own)
     rows = config.batch_rows or rows_that_fit(model, max(map(len, prompts)) + config.max_new_tokens)
     size = max(1, rows // config.continuations)
-    batches = []
-    for start in range(0, len(responses), size):
-        block = [n for n, (index, _) in enumerate(prefixes) if start <= index < start + size]
-        # Equal lengths side by side: little padding, and continuations of like length
-        block.sort(key=lambda n: (len(prompts[prefixes[n][0]]) + prefixes[n][1], n))
-        batches += [block[at : at + size] for at in range(0, len(block), size)]
+    batches: list[list[int]] = []
+    block: list[int] = []
+    for number, (index, _) in enumerate(prefixes):
+        if len(block) >= BLOCK * size and index != prefixes[block[-1]][0]:
+            batches += _batches(block, prefixes, prompts, size)
+            block = []
+        block.append(number)
+    batches += _batches(block, prefixes, prompts, size)
     return _Plan(states, prefixes, batches)
+
+
+def _batches(
+    block: list[int], prefixes: list[tuple[int, int]], prompts: Sequence[Sequence[int]], size: int
+) -> list[list[int]]:
+    """Like lengths side by side: little padding, and continuations of like length."""
+    ordered = sorted(block, key=lambda n: (len(prompts[prefixes[n][0]]) + prefixes[n][1], n))
+    return [ordered[at : at + size] for at in range(0, len(ordered), size)]
 
 
 def _settings(
@@ -211,7 +223,7 @@ def _settings(
         "temperature": config.temperature,
         "seed": config.seed,
         "prefixes": len(plan.prefixes),
-        "prefixes_per_batch": max(map(len, plan.batches)),
+        "batches": hashlib.sha256(json.dumps(plan.batches).encode()).hexdigest(),
     }
 
 
