@@ -37,7 +37,7 @@ def attention_statistics(
     distance: bool = False,
     block_mask: Any = None,
     block_queries: int | None = None,
-    block_keys: int = 512,
+    block_keys: int = 1024,
 ) -> AttentionStatistics:
     """Reduce the rows of softmax(scale * query @ key^T), streaming over blocks of queries and keys.
 

@@ -78,7 +78,7 @@ def reduce(
     queries: tuple[int, int],
     *,
     block_queries: int | None = None,
-    block_keys: int = 512,
+    block_keys: int = 1024,
 ) -> AttentionStatistics:
     """Statistics of queries `queries[0] .. queries[1] - 1`, a few rows of the batch and a few queries at a time.
 
@@ -113,7 +113,7 @@ def _queries(source: ScoreSource, options: Options, q0: int, q1: int, block_keys
     like = source.like
     shape, offset = (n_rows, n_heads, q1 - q0), n_keys - n_queries
     width = options.distance + (0 if options.features is None else options.features.shape[-1])
-    rest, sink = _Sums.empty(shape, like, width), _Sums.empty(shape, like, width)
+    rest, sink = (_Sums.empty(shape, like, width, options.entropy) for _ in range(2))
     visible, rest_visible = like.new_zeros(shape), like.new_zeros(shape)
     lowest, highest = source.keys_of(q0, q1) if q1 > q0 else (0, 0)
     for k0 in range(lowest, highest, block_keys):
@@ -161,20 +161,25 @@ def _take_sinks(
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """The running numbers of one set of keys; see the module's docstring. `f` has one column per feature."""
+    """The running numbers of one set of keys; see the module's docstring.
+
+    `t` is None where no entropy is wanted; `f` has one column per feature, or is None.
+    """
 
     m: Tensor
     l1: Tensor
     l2: Tensor
-    t: Tensor
+    t: Tensor | None
     f: Tensor | None
+    fresh: bool = False
+    """Whether no key was taken in yet."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], like: Tensor, width: int) -> "_Sums":
+    def empty(cls, shape: tuple[int, ...], like: Tensor, width: int, entropy: bool) -> "_Sums":
         """Of no keys."""
         zero = like.new_zeros(shape)
         f = like.new_zeros(*shape, width) if width else None
-        return cls(torch.full_like(zero, LOWEST_MAXIMUM), zero, zero, zero, f)
+        return cls(torch.full_like(zero, LOWEST_MAXIMUM), zero, zero, zero if entropy else None, f, fresh=True)
 
     def add(self, scores: Tensor, features: Tensor | None, entropy: bool) -> None:
         """Take in a block of scores, which is overwritten; `features` is (rows or 1, keys, width)."""
@@ -185,29 +190,31 @@ class _Sums:
         l1 = torch.where(some, 1.0 / p.amax(-1), 0.0)
         l2 = (torch.linalg.vector_norm(p, dim=-1) * l1).square_()
         f = None if features is None else l1.unsqueeze(-1) * _over_keys(p, features)
-        t = scores.mul_(p).sum(-1) * l1 if entropy else torch.zeros_like(l1)
-        both = self.merged(_Sums(torch.where(some, m, LOWEST_MAXIMUM), l1, l2, t, f))
-        self.m, self.l1, self.l2, self.t, self.f = both.m, both.l1, both.l2, both.t, both.f
+        t = scores.mul_(p).sum(-1) * l1 if entropy else None
+        block = _Sums(torch.where(some, m, LOWEST_MAXIMUM), l1, l2, t, f)
+        both = block if self.fresh else self.merged(block)
+        self.m, self.l1, self.l2, self.t, self.f, self.fresh = both.m, both.l1, both.l2, both.t, both.f, False
 
     def merged(self, other: "_Sums") -> "_Sums":
         """The sums over both sets of keys."""
         m = torch.maximum(self.m, other.m)
         a, b = self._relative_to(m), other._relative_to(m)
-        return _Sums(m, a.l1 + b.l1, a.l2 + b.l2, a.t + b.t, None if a.f is None or b.f is None else a.f + b.f)
+        t, f = (None if x is None or y is None else x + y for x, y in ((a.t, b.t), (a.f, b.f)))
+        return _Sums(m, a.l1 + b.l1, a.l2 + b.l2, t, f)
 
     def _relative_to(self, m: Tensor) -> "_Sums":
         """The same sums for a maximum `m >= self.m`."""
         d = self.m - m
         r = d.exp()
         f = None if self.f is None else r.unsqueeze(-1) * self.f
-        # Without keys d may be huge, and l1 is 0.
-        return _Sums(m, r * self.l1, r * r * self.l2, r * (self.t + d * self.l1), f)
+        t = None if self.t is None else r * (self.t + d * self.l1)  # without keys d may be huge, and l1 is 0
+        return _Sums(m, r * self.l1, r * r * self.l2, t, f)
 
-    def reductions(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Entropy, collision, maximum and mean features; 0 where there was no key."""
+    def reductions(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+        """Entropy, collision, maximum and mean features; 0 where there was no key, None where not wanted."""
         some = self.l1 != 0
         l1 = torch.where(some, self.l1, 1.0)  # at least 1 wherever there is a key: the greatest score adds e^0
-        entropy = (l1.log() - self.t / l1).clamp_min(0.0)
+        entropy = None if self.t is None else (l1.log() - self.t / l1).clamp_min(0.0)
         mean = None if self.f is None else self.f / l1.unsqueeze(-1)
         return entropy, self.l2 / (l1 * l1), torch.where(some, 1.0 / l1, 0.0), mean
 
@@ -230,7 +237,7 @@ def _finish(
         total = torch.where(some, whole.l1, 1.0).log() + whole.m
         learned = torch.where(some, torch.sigmoid(options.s_aux.to(total.dtype)[None, :, None] - total), 0.0)
         mass = learned + (1.0 - learned) * mass
-    more: dict[str, Tensor] = {}
+    more: dict[str, Tensor | None] = {}
     if options.entropy:
         more |= {"entropy": entropy, "rest_entropy": rest_entropy}
     if options.distance:
