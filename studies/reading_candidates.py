@@ -68,7 +68,7 @@ OTHERS = {
 """Other rules, thought of after the figures were seen, to show how much hangs on the fixed one."""
 EARLIER = ("collision", True, "middle third", "log_keys")
 NOW = ("effective_keys", False, "last third", "position")
-"""The default that was taken after this study: the rule's choice, with the line that the trainer has instead of bins."""
+"""The default that was taken after this study: the rule's choice, with the trainer's line instead of bins."""
 HALF = ("collision", True, "every second of the middle third", "log_keys")
 SPLITS = 10
 
