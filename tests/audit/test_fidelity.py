@@ -252,7 +252,9 @@ def test_on_a_chain_with_known_values_the_truth_comes_first_and_wrong_operators_
     )  # fmt: skip
     names = [row.operator for row in report.operators]
     assert names[:2] == ["exact", "oracle"] and names[2] == "broadcast" and set(names[3:]) == {"reversed", "shuffled"}
-    assert report["exact"].low <= 1.0 <= report["exact"].high and report["exact"].sign_agreement > 0.98
+    assert report["exact"].low <= 1.0 <= report["exact"].high
+    # Noise takes at most 2.3 % of all tokens beyond two standard errors on the wrong side
+    assert report["exact"].sign_agreement > 1 - 2 * 0.023 / report.matters
     measured = torch.corrcoef(torch.stack((exact[mask], truth.advantages[mask])))[0, 1]
     assert report.attainable == pytest.approx(float(measured), abs=0.02)
     halved = [float(torch.corrcoef(torch.stack((exact[mask], half[mask])))[0, 1]) for half in halves]
