@@ -31,7 +31,11 @@ def launch(folder, processes, changes):
 # Random weights attend nearly evenly: effective keys are then a line in the position, and what is left is rounding.
 @pytest.mark.parametrize(
     "changes",
-    [["gate_statistic=collision"], ["operator=prefix_tree", "whiten_advantages=1"], ["operator=gae", "critic=standard"]],
+    [
+        ["gate_statistic=collision"],
+        ["operator=prefix_tree", "whiten_advantages=1"],
+        ["operator=gae", "critic=standard"],
+    ],
     ids=["comp_gae", "prefix_tree", "standard_critic"],
 )
 def test_two_processes_train_as_one(changes, tmp_path):
