@@ -56,6 +56,9 @@ def main():
     if run.critic is not None:
         state["critic"] = tiny.weights(run.critic)
     torch.save(state, Path(folder) / f"rank{run.accelerator.process_index}.pt")
+    if torch.distributed.is_initialized():  # else threads of the group may outlive the interpreter, which then aborts
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
