@@ -86,33 +86,38 @@ def render(runs: Sequence[Run], *, title: str, notes: Sequence[str]) -> str:
     """The page about `runs` as text."""
     examples, scale = credit.build(runs)
     measure = measure_of(runs)
-    page: str = _template().render(
-        title=title,
-        notes=list(notes),
-        headlines=[_headline(run, measure) for run in runs],
-        measure=measure,
-        caveat=_caveat(runs),
-        colours=[arm_colour(index) for index in range(len(runs))],
-        labels=[run.label for run in runs],
-        curves=_drawn(figures.learning_curves(runs)),
-        gates=_drawn(figures.gate_distribution(runs)),
-        health=_drawn(figures.health(runs)),
-        examples=examples,
-        scale=f"{scale:.2g}",
-        has_gates=any(panel.bounds for example in examples for panel in example.panels),
-        settings=_settings(runs),
+    page: str = (
+        environment()
+        .get_template("report.html.j2")
+        .render(
+            title=title,
+            notes=list(notes),
+            headlines=[_headline(run, measure) for run in runs],
+            measure=measure,
+            caveat=_caveat(runs),
+            colours=[arm_colour(index) for index in range(len(runs))],
+            labels=[run.label for run in runs],
+            curves=_drawn(figures.learning_curves(runs)),
+            gates=_drawn(figures.gate_distribution(runs)),
+            health=_drawn(figures.health(runs)),
+            examples=examples,
+            scale=f"{scale:.2g}",
+            has_gates=any(panel.bounds for example in examples for panel in example.panels),
+            settings=_settings(runs),
+        )
     )
     return page
 
 
-def _template() -> Any:
+def environment() -> Any:
+    """Jinja2 as every page uses it: escaping, strict, and with unusual characters made visible."""
     import jinja2
     from markupsafe import Markup
 
     def finalize(value: Any) -> Any:
         return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("comppo.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -120,7 +125,6 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2")
 
 
 def _drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:

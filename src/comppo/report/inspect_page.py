@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from comppo.errors import ConfigError, MissingExtraError
+from comppo.report.html import environment
 from comppo.report.inspection import (
     ADVANTAGE,
     GATE,
@@ -50,31 +51,23 @@ def render(inspection: Inspection) -> str:
     check_inspection(inspection)
     if importlib.util.find_spec("jinja2") is None:
         raise MissingExtraError("an inspect page needs jinja2: run pip install 'comppo[train]'.")
-    import jinja2
     from markupsafe import Markup
 
-    def finalize(value: Any) -> Any:
-        return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("comppo.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=finalize,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     style = _asset("inspect.css") + _ramps()
     script = '"use strict";\n(() => {\n' + "\n".join(_asset(f"{name}.js") for name in SCRIPTS) + "})();\n"
     # The only unescaped texts: files of this package, their digests, and JSON without any markup character.
-    page: str = environment.get_template("inspect.html.j2").render(
-        title=inspection.title,
-        notes=list(inspection.notes),
-        style=Markup(style),
-        script=Markup(script),
-        style_digest=Markup(_digest(style)),
-        script_digest=Markup(_digest(script)),
-        data=Markup(as_script_data(payload(inspection))),
+    page: str = (
+        environment()
+        .get_template("inspect.html.j2")
+        .render(
+            title=inspection.title,
+            notes=list(inspection.notes),
+            style=Markup(style),
+            script=Markup(script),
+            style_digest=Markup(_digest(style)),
+            script_digest=Markup(_digest(script)),
+            data=Markup(as_script_data(payload(inspection))),
+        )
     )
     return page
 
